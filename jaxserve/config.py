@@ -1,0 +1,205 @@
+"""The configuration: one frozen pydantic model, read from TOML, then environment, then flags.
+
+Without a file the defaults below hold; they equal `configs/cpu.toml`, where each number says where
+it was measured. Nothing here is changed after start-up.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import pydantic
+
+from jaxserve.errors import ConfigError
+
+ENV_PREFIX = "JAXSERVE_"
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+class Section(pydantic.BaseModel):
+    """A table of the file: frozen, and an unknown key is an error."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSection(Section):
+    """The model as it is served."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
+        "auto", description="Weights and activations. auto: bfloat16 where the machine is fast at it."
+    )
+    max_model_tokens: int | None = pydantic.Field(
+        None, ge=2, description="Longest prompt + output. Unset: min(model, pool)."
+    )
+
+
+class KVSection(Section):
+    """The paged KV pool."""
+
+    page_size: int = pydantic.Field(16, ge=1, le=1024, description="Tokens of a page.")
+    dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
+        "auto", description="auto: float32 on CPU, the model's dtype elsewhere."
+    )
+    pool_bytes: int | None = pydantic.Field(
+        None, ge=1, description="Bytes of the pool. Unset: 1 GiB on CPU, what is free elsewhere."
+    )
+    num_pages: int | None = pydantic.Field(
+        None, ge=2, description="Pages of the pool, page 0 (padding) among them; over pool_bytes."
+    )
+    reserve: Literal["on_demand", "max_length"] = pydantic.Field(
+        "on_demand",
+        description="When a sequence takes its pages: as it grows, or all at admission (ablation).",
+    )
+
+
+class SchedulerSection(Section):
+    """Which requests run, and how many tokens a step computes."""
+
+    batching: Literal["continuous", "static"] = pydantic.Field(
+        "continuous", description="static: a new batch only when the last one is done (ablation)."
+    )
+    chunked_prefill: bool = pydantic.Field(
+        True, description="Split prompts over steps, beside decoding rows."
+    )
+    max_seqs: int = pydantic.Field(32, ge=1, le=4096, description="Sequences running at once.")
+    max_chunks: int = pydantic.Field(
+        4, ge=1, le=64, description="Sequences that compute more than one token in one step."
+    )
+    max_step_tokens: int | None = pydantic.Field(
+        None, ge=1, description="Token budget of a step. Unset: max_seqs + the largest chunk bucket."
+    )
+
+
+class BucketsSection(Section):
+    """The padded shapes that are compiled at start-up."""
+
+    decode_seqs: tuple[int, ...] = pydantic.Field(
+        (2, 4, 8, 16, 32), description="One-token rows; max_seqs is always added."
+    )
+    chunk_tokens: tuple[int, ...] = pydantic.Field(
+        (64, 128, 256), description="Prompt tokens of a step; the largest is the chunk size."
+    )
+    chunk_decode_seqs: tuple[int, ...] = pydantic.Field(
+        (8,), description="Decode sizes that chunks are combined with; max_seqs is always added."
+    )
+    chunk_tile: int = pydantic.Field(
+        16, ge=1, le=256, description="Chunks are laid out in tiles of this many tokens."
+    )
+    capture: bool = pydantic.Field(
+        True, description="Off: one maximal bucket of each kind (ablation)."
+    )
+
+    @pydantic.field_validator("decode_seqs", "chunk_tokens", "chunk_decode_seqs")
+    @classmethod
+    def _rising(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        if not sizes or any(size < 1 for size in sizes) or list(sizes) != sorted(set(sizes)):
+            raise ValueError("must be a rising list of sizes ≥ 1, such as [2, 8, 32]")
+        return sizes
+
+
+class RunnerSection(Section):
+    """How steps reach the device."""
+
+    overlap: bool = pydantic.Field(
+        True, description="Launch step n+1 before step n's result is read."
+    )
+    attention: Literal["auto", "reference", "xla"] = pydantic.Field(
+        "auto", description="Attention implementation; auto is xla."
+    )
+    compile_threads: int = pydantic.Field(2, ge=1, le=64, description="Threads that compile.")
+    cache_dir: Path | None = pydantic.Field(
+        None, description="Compilation cache. Unset: jaxserve/ in the user's cache folder."
+    )
+    forbid_recompile: bool = pydantic.Field(
+        False, description="Raise where a program is compiled after warm-up (tests); else counted."
+    )
+
+
+class LimitsSection(Section):
+    """Every limit is finite and is enforced at submit."""
+
+    max_waiting_requests: int = pydantic.Field(256, ge=1, description="Queue length.")
+    max_waiting_tokens: int = pydantic.Field(
+        1 << 20, ge=1, description="Prompt tokens in the queue."
+    )
+    queue_timeout_s: float = pydantic.Field(600.0, gt=0, description="Longest wait for admission.")
+    max_prompt_bytes: int = pydantic.Field(4 * MIB, ge=1, description="UTF-8 bytes of a prompt.")
+    max_stop_strings: int = pydantic.Field(16, ge=0, description="Stop strings of a request.")
+    max_stop_string_bytes: int = pydantic.Field(1024, ge=1, description="UTF-8 bytes of one.")
+    max_stop_token_ids: int = pydantic.Field(64, ge=0, description="Stop ids of a request.")
+    max_logit_bias: int = pydantic.Field(300, ge=0, description="Biased ids of a request.")
+    max_request_id_bytes: int = pydantic.Field(256, ge=1, description="UTF-8 bytes of a request id.")
+    max_chat_messages: int = pydantic.Field(1024, ge=1, description="Turns of a conversation.")
+    stream_buffer_bytes: int = pydantic.Field(
+        1 * MIB, ge=1, description="Unread output of one stream before it is ended."
+    )
+    max_message_bytes: int = pydantic.Field(
+        16 * MIB, ge=1, description="Largest gRPC message received or sent."
+    )
+    max_connections_streams: int = pydantic.Field(
+        1024, ge=1, description="RPCs open at once over all connections."
+    )
+
+
+class ServerSection(Section):
+    """Where the gRPC front end listens."""
+
+    host: str = pydantic.Field("127.0.0.1", min_length=1, description="Address to bind.")
+    port: int = pydantic.Field(50051, ge=0, le=65535, description="0 picks a free one.")
+    drain_timeout_s: float = pydantic.Field(
+        30.0, ge=0, description="After SIGTERM, how long running requests may finish."
+    )
+
+
+class Config(Section):
+    """All of it."""
+
+    model: ModelSection = ModelSection()
+    kv: KVSection = KVSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    buckets: BucketsSection = BucketsSection()
+    runner: RunnerSection = RunnerSection()
+    limits: LimitsSection = LimitsSection()
+    server: ServerSection = ServerSection()
+
+
+def load_config(
+    path: Path | None = None, *, flags: Mapping[str, object] | None = None
+) -> Config:
+    """Returns the configuration: defaults, then the file, then `JAXSERVE_…`, then flags.
+
+    Args:
+      path: a TOML file; None reads none.
+      flags: dotted keys, `{"model.dtype": "float32"}`; None values are left out.
+
+    Raises:
+      ConfigError: an unreadable file, an unknown key (with a did-you-mean) or a wrong value.
+    """
+    import pydantic_settings  # lazily: half a second that `import jaxserve.config` need not pay
+
+    file_values = _read_toml(path) if path else {}
+    flag_values = _nest({key: value for key, value in (flags or {}).items() if value is not None})
+    _refuse_unknown(file_values, Config, str(path))
+    _refuse_unknown_environment()
+
+    class Settings(Config, pydantic_settings.BaseSettings):
+        model_config = pydantic_settings.SettingsConfigDict(
+            frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_nested_delimiter="__"
+        )
+
+        @classmethod
+        def settings_customise_sources(  # type: ignore[no-untyped-def]  # pydantic's own signature
+            cls, settings_cls, init_settings, env_settings, dotenv_settings, file_secret_settings
+        ):
+            file_source = pydantic_settings.InitSettingsSource(settings_cls, file_values)
+            return init_settings, env_settings, file_source
+
+    try:
+        settings = Settings(**flag_values)
+    except pydantic.ValidationError as error:
+        raise ConfigError(_one_line(error, path)) from error
+    return Config.model_validate(settings.model_dump())

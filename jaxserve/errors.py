@@ -1,0 +1,137 @@
+"""Every error jaxserve raises on purpose. The gRPC status of each is in server/status.py.
+
+JaxserveError
+├── ConfigError              a configuration value is wrong
+├── ShapeError               arrays do not fit together (raised while tracing)
+├── CheckpointError          a model file is missing, damaged or not supported
+├── CapacityError            the model, its programs and its KV pool do not fit the machine
+├── RecompileError           a shape was compiled after warm-up
+├── RequestError             something about one request; the request ends, nothing else does
+│   ├── InvalidRequestError      a field's value is not allowed
+│   ├── UnsupportedError         a field or option this version refuses by name
+│   ├── ModelNotFoundError       no such served model
+│   ├── DuplicateRequestError    a request with this id is in flight
+│   ├── NoChatTemplateError      chat was asked of a model without a template
+│   ├── QueueFullError           the waiting queue is at its limit
+│   ├── SlowReaderError          the client reads slower than the stream's buffer allows
+│   ├── DeadlineError            the deadline passed before the first token
+│   ├── RequestCancelledError    the caller gave up
+│   └── NumericsError            this request's logits were not finite
+├── NotServingError          starting, draining or stopped: nothing was begun, try again
+└── EngineDeadError          the engine failed; every request in it ends with this
+"""
+
+
+class JaxserveError(Exception):
+    """Base class: catch this to catch only ours."""
+
+
+class ConfigError(JaxserveError):
+    """A configuration value is wrong. Names the key, the value and the fix."""
+
+
+class ShapeError(JaxserveError, ValueError):
+    """Arrays do not fit together. Raised while tracing, never on the device."""
+
+
+class CheckpointError(JaxserveError):
+    """A model file is missing, damaged or not supported. Names the file and the tensor or key."""
+
+
+class CapacityError(JaxserveError):
+    """The model does not fit: names what was needed and what there is."""
+
+
+class RecompileError(JaxserveError):
+    """A program was compiled after warm-up, where that is forbidden (tests)."""
+
+
+class RequestError(JaxserveError):
+    """Ends one request. `reason` is API: clients may branch on it.
+
+    Attributes:
+      reason: UPPER_SNAKE word for google.rpc.ErrorInfo.
+      field: the request field at fault, as the proto spells it; empty when it is not about one.
+    """
+
+    reason = "REQUEST"
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class InvalidRequestError(RequestError):
+    """A field's value is not allowed."""
+
+    reason = "INVALID_FIELD"
+
+
+class UnsupportedError(RequestError):
+    """A field or option this version refuses by name."""
+
+    reason = "UNSUPPORTED"
+
+
+class ModelNotFoundError(RequestError):
+    """No such served model."""
+
+    reason = "MODEL_NOT_FOUND"
+
+
+class DuplicateRequestError(RequestError):
+    """A request with this id is in flight."""
+
+    reason = "DUPLICATE_REQUEST_ID"
+
+
+class NoChatTemplateError(RequestError):
+    """Chat was asked of a model that has no chat template."""
+
+    reason = "NO_CHAT_TEMPLATE"
+
+
+class QueueFullError(RequestError):
+    """The waiting queue is at its limit.
+
+    Attributes:
+      retry_after_s: seconds after which a retry has a chance.
+    """
+
+    reason = "QUEUE_FULL"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class SlowReaderError(RequestError):
+    """The client left more unread output than `limits.stream_buffer_bytes`."""
+
+    reason = "SLOW_READER"
+
+
+class DeadlineError(RequestError):
+    """The deadline passed before the first token."""
+
+    reason = "DEADLINE"
+
+
+class RequestCancelledError(RequestError):
+    """The caller gave up."""
+
+    reason = "CANCELLED"
+
+
+class NumericsError(RequestError):
+    """This request's logits were not finite; its batch mates go on."""
+
+    reason = "NUMERICS"
+
+
+class NotServingError(JaxserveError):
+    """Starting, draining or stopped: nothing was begun, try again elsewhere or later."""
+
+
+class EngineDeadError(JaxserveError):
+    """The engine failed. Every request in it ends with this, and health is NOT_SERVING."""

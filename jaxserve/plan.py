@@ -1,0 +1,179 @@
+"""What one step will do and what came of it: the only words between scheduler and runner.
+
+Both are values: ids, counts and page moves, never a live `Request`.
+"""
+
+import dataclasses
+from typing import Protocol
+
+from jaxserve.request import SamplingParams
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class StepLimits:
+    """The largest step the runner's programs can take.
+
+    Chunks are laid out in tiles of `chunk_tile` tokens, each tile one sequence's, so a chunk of n
+    tokens uses `chunk_tile * ceil(n / chunk_tile)` of `max_chunk_tokens`.
+
+    Attributes:
+      max_rows: one-token rows of a step.
+      max_chunk_tokens: tile-rounded tokens of all chunks of a step.
+      max_chunks: sequences with more than one token in a step.
+      max_seqs: state rows, so the most sequences that run at once.
+    """
+
+    max_rows: int
+    max_chunk_tokens: int
+    chunk_tile: int
+    max_chunks: int
+    max_seqs: int
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Chunk:
+    """One sequence's tokens in one step: positions [start, start + num_tokens).
+
+    Attributes:
+      row: the sequence's state row.
+      token_ids: the tokens, where the host knows them; None when `num_tokens` is 1 and the token
+        is the one last sampled into the state row.
+      samples: whether this chunk pays all that is owed, so that a token is sampled after it.
+      output_index: index in the output of the token to be sampled; 0 where none is.
+      new_pages: pages this step adds to the end of the sequence's page table; empty when a
+        `RowLoad` of the same plan carries the whole table.
+      num_pages_before: entries of the page table before `new_pages`.
+    """
+
+    sequence_id: int
+    row: int
+    start: int
+    num_tokens: int
+    token_ids: tuple[int, ...] | None
+    samples: bool
+    output_index: int
+    new_pages: tuple[int, ...] = ()
+    num_pages_before: int = 0
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class RowLoad:
+    """Fill a state row before this step's forward: at admission and at resume.
+
+    Attributes:
+      pages: the sequence's whole page table, with this step's new pages.
+      stop_ids: banned until `sampling.min_tokens` outputs exist.
+      prompt: for the penalties' counts; empty when the request has no penalties.
+      output: likewise: the tokens sampled before a preemption.
+    """
+
+    sequence_id: int
+    row: int
+    pages: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    choice: int
+    stop_ids: tuple[int, ...]
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class PageCopy:
+    """Copy one whole pool page to another, before the forward."""
+
+    source: int
+    target: int
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class StepPlan:
+    """The work of one step.
+
+    Attributes:
+      step_id: rises by one with each plan that has work.
+      chunks: one-token chunks first, then longer ones; at most one a sequence.
+      row_loads: state rows to fill first.
+      copies: page copies to do first.
+      preempted: ids of sequences that lost their row and pages in this step's planning.
+      retire_first: why nothing could be planned until a launched step retires; None otherwise.
+    """
+
+    step_id: int
+    chunks: tuple[Chunk, ...] = ()
+    row_loads: tuple[RowLoad, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
+    preempted: tuple[int, ...] = ()
+    retire_first: str | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclasses.dataclass(slots=True, frozen=True, order=True, kw_only=True)
+class Bucket:
+    """The padded shape of a forward program.
+
+    Attributes:
+      decode_seqs: one-token rows.
+      verify_tokens: tokens of each of those rows; 1 until speculation.
+      chunk_tokens: tokens of all chunk tiles; 0 for a step without chunks.
+    """
+
+    decode_seqs: int
+    verify_tokens: int
+    chunk_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.decode_seqs * self.verify_tokens + self.chunk_tokens
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class StepResult:
+    """What came back from the device for one plan.
+
+    Attributes:
+      token_ids: sequence id to the sampled token, for the chunks that sample.
+      not_finite: ids of sequences whose logits held NaN, +inf or nothing but -inf; their
+        token is meaningless.
+      bucket: the forward program that ran.
+      device_s: seconds from launch to the result being on the host.
+    """
+
+    token_ids: dict[int, int]
+    not_finite: frozenset[int]
+    bucket: Bucket
+    device_s: float
+
+
+class InFlight(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepResult:
+        """Wait for the device, once; the arrays behind it are given up."""
+        ...
+
+
+class Runner(Protocol):
+    """The seam between host and device. Real sides: `runner.Runner` and the tests' `FakeRunner`.
+
+    Steps run on the device in the order they were launched.
+    """
+
+    @property
+    def limits(self) -> StepLimits: ...
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the pool, the padding page 0 among them."""
+        ...
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        """Dispatch a step and return without waiting for it."""
+        ...

@@ -1,0 +1,182 @@
+"""A request, its sequences, and what the scheduler knows of them. Host only."""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended without an error."""
+
+    EOS = "eos"
+    STOP = "stop"  # a stop string or a stop token id
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_LENGTH = "context_length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"  # passed while decoding: the output so far stands
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn and when to stop. Checked by `engine/limits.py`, never here.
+
+    Attributes:
+      temperature: ≥ 0; ≤ 1e-5 is greedy.
+      top_k: keep the k most likely; 0 is off.
+      top_p: keep the smallest set with this probability, in (0, 1]; 1 is off.
+      min_p: drop below this share of the most likely, in [0, 1]; 0 is off.
+      presence_penalty: [-2, 2], once for each id in the output.
+      frequency_penalty: [-2, 2], for each occurrence in the output.
+      repetition_penalty: > 0, ids of prompt and output: positive logits divided, negative multiplied.
+      seed: uint64; None draws one from the operating system.
+      logit_bias: id to a finite number added to its logit.
+      max_tokens: ≥ 1; None is the rest of the context.
+      min_tokens: EOS, stop ids and stop strings are held off until this many tokens.
+      stop_strings: earliest match in the output text ends it.
+      stop_token_ids: end the output like EOS.
+      ignore_eos: EOS is an ordinary token.
+      include_stop_text: leave the matched stop in the text.
+      skip_special_tokens: leave special tokens out of the text.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_text: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature <= 1e-5
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+    name: str = ""
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class ChatPrompt:
+    """A conversation to be rendered by the model's chat template.
+
+    Attributes:
+      template_kwargs: extra template variables; JSON values only.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool = True
+    template_kwargs: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class GenerationRequest:
+    """What a caller asks of `Engine.submit`.
+
+    Attributes:
+      prompt: text, token ids, or a conversation.
+      id: made by the engine when empty.
+      priority: higher runs first.
+      deadline_s: absolute, on the engine's monotonic clock; None is no deadline.
+      queue_timeout_s: longest wait for admission; None takes the server's limit.
+    """
+
+    prompt: str | tuple[int, ...] | ChatPrompt
+    sampling: SamplingParams = SamplingParams()
+    id: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+    queue_timeout_s: float | None = None
+
+
+class SequenceState(enum.Enum):
+    """WAITING has no state row and no pages; RUNNING has a row; FINISHED has neither."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One choice of a request: the unit of plan ids, state rows, pages and preemption.
+
+    The scheduler alone changes it.
+
+    Attributes:
+      id: unique in the engine's life.
+      output: committed token ids.
+      num_computed: leading tokens whose K/V is written by steps already launched.
+      num_in_flight: tokens sampled by launched steps whose results are not committed yet
+        (placeholders: their values exist only on the device).
+      pages: pool pages held, in position order.
+      row: the state row owned while RUNNING.
+    """
+
+    id: int
+    request: "Request"
+    choice: int = 0
+    state: SequenceState = SequenceState.WAITING
+    output: list[int] = dataclasses.field(default_factory=list)
+    num_computed: int = 0
+    num_in_flight: int = 0
+    pages: list[int] = dataclasses.field(default_factory=list)
+    row: int | None = None
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt, committed output and placeholders."""
+        return len(self.request.prompt) + len(self.output) + self.num_in_flight
+
+    @property
+    def num_owed(self) -> int:
+        """Tokens still to compute: one while decoding, more while prefilling or recomputing."""
+        return self.num_tokens - self.num_computed
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One admitted request: the unit of admission, limits, abort and finish.
+
+    Everything in it is resolved: `seed` drawn, `max_tokens` set, EOS and stop ids united.
+
+    Attributes:
+      prompt: token ids, at least one.
+      max_tokens: ≥ 1.
+      ends_by_context: max_tokens was cut by the context, so the reason is CONTEXT_LENGTH.
+      stop_ids: id to the reason it ends with (EOS or STOP).
+      deadline_s: monotonic seconds; None is none.
+      queue_deadline_s: latest admission, monotonic seconds; None is none.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    max_tokens: int
+    ends_by_context: bool
+    stop_ids: Mapping[int, FinishReason]
+    arrival_s: float
+    priority: int = 0
+    deadline_s: float | None = None
+    queue_deadline_s: float | None = None
+    sequences: list[Sequence] = dataclasses.field(default_factory=list)
