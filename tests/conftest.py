@@ -9,6 +9,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 
 # Before jax is imported anywhere: these are read once. A GPU run says JAX_PLATFORMS=cuda.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -37,9 +38,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _skip(items, marker="demo", reason="needs the demo model: scripts/test", is_there=_has_demo)
 
 
-def _skip(items: list[pytest.Item], *, marker: str, reason: str, is_there: object) -> None:
+def _skip(
+    items: list[pytest.Item], *, marker: str, reason: str, is_there: Callable[[], bool]
+) -> None:
     marked = [item for item in items if item.get_closest_marker(marker)]
-    if marked and callable(is_there) and not is_there():
+    if marked and not is_there():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
 
