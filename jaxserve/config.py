@@ -6,10 +6,12 @@ it was measured. Nothing here is changed after start-up.
 
 import difflib
 import os
+import re
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
@@ -30,7 +32,8 @@ class ModelSection(Section):
     """The model as it is served."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
-        "auto", description="Weights and activations. auto: bfloat16 where the machine is fast at it."
+        "auto",
+        description="Weights and activations. auto: bfloat16 where the machine is fast at it.",
     )
     max_model_tokens: int | None = pydantic.Field(
         None, ge=2, description="Longest prompt + output. Unset: min(model, pool)."
@@ -70,7 +73,9 @@ class SchedulerSection(Section):
         4, ge=1, le=64, description="Sequences that compute more than one token in one step."
     )
     max_step_tokens: int | None = pydantic.Field(
-        None, ge=1, description="Token budget of a step. Unset: max_seqs + the largest chunk bucket."
+        None,
+        ge=1,
+        description="Token budget of a step. Unset: max_seqs + the largest chunk bucket.",
     )
 
 
@@ -132,7 +137,9 @@ class LimitsSection(Section):
     max_stop_string_bytes: int = pydantic.Field(1024, ge=1, description="UTF-8 bytes of one.")
     max_stop_token_ids: int = pydantic.Field(64, ge=0, description="Stop ids of a request.")
     max_logit_bias: int = pydantic.Field(300, ge=0, description="Biased ids of a request.")
-    max_request_id_bytes: int = pydantic.Field(256, ge=1, description="UTF-8 bytes of a request id.")
+    max_request_id_bytes: int = pydantic.Field(
+        256, ge=1, description="UTF-8 bytes of a request id."
+    )
     max_chat_messages: int = pydantic.Field(1024, ge=1, description="Turns of a conversation.")
     stream_buffer_bytes: int = pydantic.Field(
         1 * MIB, ge=1, description="Unread output of one stream before it is ended."
@@ -167,39 +174,130 @@ class Config(Section):
     server: ServerSection = ServerSection()
 
 
+def default_cache_dir() -> Path:
+    """Returns jaxserve's folder in the user's cache folder (XDG_CACHE_HOME, else the system's)."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    if home:
+        return Path(home) / "jaxserve"
+    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "jaxserve"
+
+
 def load_config(
-    path: Path | None = None, *, flags: Mapping[str, object] | None = None
+    path: Path | str | None = None, *, flags: Mapping[str, object] | None = None
 ) -> Config:
-    """Returns the configuration: defaults, then the file, then `JAXSERVE_…`, then flags.
+    """Returns the configuration: defaults, then the file, then `JAXSERVE_SECTION__KEY`, then flags.
 
     Args:
       path: a TOML file; None reads none.
       flags: dotted keys, `{"model.dtype": "float32"}`; None values are left out.
 
     Raises:
-      ConfigError: an unreadable file, an unknown key (with a did-you-mean) or a wrong value.
+      ConfigError: an unreadable file, an unknown key (with a did-you-mean) or a wrong value; one
+        line that says where it stands, the key, the value and what is allowed.
     """
-    import pydantic_settings  # lazily: half a second that `import jaxserve.config` need not pay
+    sources = {
+        str(path): _read_toml(Path(path)) if path else {},
+        "environment": _read_environment(),
+        "flags": _nest(flags or {}),
+    }
+    merged: dict[str, dict[str, Any]] = {}
+    for where, values in sources.items():
+        _refuse_unknown(values, where)
+        for section, keys in values.items():
+            merged.setdefault(section, {}).update(keys)
+    try:
+        return Config.model_validate(merged)
+    except pydantic.ValidationError as error:
+        raise ConfigError(_one_line(error, sources)) from error
 
-    file_values = _read_toml(path) if path else {}
-    flag_values = _nest({key: value for key, value in (flags or {}).items() if value is not None})
-    _refuse_unknown(file_values, Config, str(path))
-    _refuse_unknown_environment()
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
+
+
+def _read_environment() -> dict[str, Any]:
+    """Returns what `JAXSERVE_SECTION__KEY` variables say; an empty one counts as unset."""
+    import pydantic_settings  # lazily: a quarter of a second, and only commands read these
+
+    known = [f"{ENV_PREFIX}{key.replace('.', '__').upper()}" for key in _known_keys()]
+    for name in sorted(os.environ):
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
+            raise ConfigError(f"environment: unknown variable {name}{_did_you_mean(name, known)}")
 
     class Settings(Config, pydantic_settings.BaseSettings):
         model_config = pydantic_settings.SettingsConfigDict(
-            frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_nested_delimiter="__"
+            env_prefix=ENV_PREFIX, env_nested_delimiter="__", env_ignore_empty=True
         )
 
-        @classmethod
-        def settings_customise_sources(  # type: ignore[no-untyped-def]  # pydantic's own signature
-            cls, settings_cls, init_settings, env_settings, dotenv_settings, file_secret_settings
-        ):
-            file_source = pydantic_settings.InitSettingsSource(settings_cls, file_values)
-            return init_settings, env_settings, file_source
-
     try:
-        settings = Settings(**flag_values)
-    except pydantic.ValidationError as error:
-        raise ConfigError(_one_line(error, path)) from error
-    return Config.model_validate(settings.model_dump())
+        return pydantic_settings.EnvSettingsSource(Settings)()
+    except pydantic_settings.SettingsError as error:
+        raise ConfigError(f"environment: {error}; lists are JSON, such as [2, 8, 32]") from error
+
+
+def _nest(flags: Mapping[str, object]) -> dict[str, Any]:
+    """Returns `{"a.b": 1}` as `{"a": {"b": 1}}`, without the values that are None."""
+    nested: dict[str, Any] = {}
+    for key, value in flags.items():
+        if value is not None:
+            section, _, name = key.partition(".")
+            nested.setdefault(section, {})[name] = value
+    return nested
+
+
+def _known_keys() -> list[str]:
+    return [
+        f"{section}.{key}"
+        for section, field in Config.model_fields.items()
+        for key in _section_type(field).model_fields
+    ]
+
+
+def _section_type(field: pydantic.fields.FieldInfo) -> type[Section]:
+    assert isinstance(field.annotation, type)
+    assert issubclass(field.annotation, Section)
+    return field.annotation
+
+
+def _refuse_unknown(values: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError at the first key of `values` that no section has."""
+    known = _known_keys()
+    for section, keys in values.items():
+        if section not in Config.model_fields:
+            hint = _did_you_mean(section, list(Config.model_fields))
+            raise ConfigError(f"{where}: unknown section {section}{hint}")
+        if not isinstance(keys, Mapping):
+            raise ConfigError(f"{where}: {section} is {keys!r}, but must be a table of keys")
+        for key in keys:
+            dotted = f"{section}.{key}"
+            if dotted not in known:
+                raise ConfigError(f"{where}: unknown key {dotted}{_did_you_mean(dotted, known)}")
+
+
+def _did_you_mean(name: str, known: list[str]) -> str:
+    """Returns "; did you mean …?", or what there is when nothing is near."""
+    # the last part counts too: `max_seqs` in the wrong section is still a near miss
+    last = re.split(r"\.|__", name.lower())[-1]
+    near = [other for other in known if re.split(r"\.|__", other.lower())[-1] == last]
+    near = near or difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    section = name.partition(".")[0]
+    others = [other for other in known if other.startswith(f"{section}.")] or known
+    return f"; known: {', '.join(others)}"
+
+
+def _one_line(error: pydantic.ValidationError, sources: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the first of the errors: `FILE: KEY is VALUE, but …`."""
+    first = error.errors()[0]
+    section, *rest = (str(part) for part in first["loc"])
+    where = [name for name, values in sources.items() if rest[0] in values.get(section, {})][-1]
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    wanted = first["msg"].removeprefix("Value error, ")
+    wanted = wanted[0].lower() + wanted[1:]
+    return f"{where}: {'.'.join([section, *rest])} is {first['input']!r}, but {wanted}{more}"
