@@ -5,7 +5,7 @@ Initialising, loading, sharding and quantizing all read `abstract_params`. In me
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.traverse_util
 import jax
@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 
 from jaxserve.model.config import ModelConfig
 
-# Nested dicts with str keys; a leaf is an array. mypy has no name for it that jax.tree keeps.
-Params = dict[str, "Params | jax.Array"]
+# Nested dicts with arrays as leaves; `abstract_params` knows the nesting, the type checker does not.
+Params = dict[str, Any]
 
 
 class ParamSpec(NamedTuple):
@@ -52,9 +52,7 @@ def abstract_params(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParamSpe
     return specs
 
 
-def _layer_specs(
-    config: ModelConfig, *, weight: np.dtype, norm: np.dtype
-) -> dict[str, ParamSpec]:
+def _layer_specs(config: ModelConfig, *, weight: np.dtype, norm: np.dtype) -> dict[str, ParamSpec]:
     D, F = config.hidden_size, config.mlp_size
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     specs = {

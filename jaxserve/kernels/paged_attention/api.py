@@ -1,0 +1,122 @@
+"""Attention of ragged queries over a paged KV pool: decode, chunk and verify are the same call."""
+
+import functools
+from typing import Literal, Protocol
+
+import jax
+from jax import numpy as jnp
+
+from jaxserve.errors import ShapeError
+from jaxserve.kernels.paged_attention import reference, xla
+from jaxserve.shapes import check_shapes
+
+Impl = Literal["reference", "xla"]
+
+
+class Attend(Protocol):
+    """What an implementation provides: attention of X rows of Q queries each."""
+
+    def __call__(
+        self,
+        q_XQNH: jax.Array,
+        kv_C2KRH: jax.Array,
+        page_table_XP: jax.Array,
+        q_starts_X: jax.Array,
+        q_lens_X: jax.Array,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> jax.Array: ...
+
+
+def paged_attention(
+    q_TNH: jax.Array,
+    kv_C2KRH: jax.Array,
+    page_table_XP: jax.Array,
+    q_starts_X: jax.Array,
+    q_lens_X: jax.Array,
+    *,
+    num_single_rows: int,
+    tile: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    impl: Impl,
+) -> jax.Array:
+    """Returns ``out_TNH`` in q's dtype; queries that are padding give 0.
+
+    The queries are one-token rows first, then tiles of one sequence each; here two rows and two
+    tiles of four, the second tile half full::
+
+        T:        0 1 | 2 3 4 5 | 6 7 . .
+        X:        0 1 |    2    |    3
+        q_lens_X: 1 1 |    4    |    2
+
+    Query j of row x sits at position ``q_starts_X[x] + j`` and sees the keys up to that position;
+    with a window w, only the last w of them. Their K/V is already in the pool.
+
+    Args:
+      kv_C2KRH: the pool; K at [:, 0], V at [:, 1]. Never read past a row's last query, so what
+        stands there (NaN too) changes nothing.
+      page_table_XP: int32; page p of row x holds its positions [p * R, (p + 1) * R). Entries past
+        the row's last page may hold anything.
+      q_starts_X: int32, position of the row's first query; anything in padding rows.
+      q_lens_X: int32, queries that count; 0 in padding rows, which cost no time of their own.
+      num_single_rows: rows of X that have one query.
+      tile: queries of each later row; not read when there are none.
+      scale: factor on q·k, before the soft cap.
+      impl: chosen once by the runner at start-up. There is no silent fallback.
+
+    Raises:
+      ShapeError: wrong rank, dtype or layout; while tracing.
+    """
+    sizes = check_shapes(
+        q_TNH=q_TNH,
+        kv_C2KRH=kv_C2KRH,
+        page_table_XP=page_table_XP,
+        q_starts_X=q_starts_X,
+        q_lens_X=q_lens_X,
+    )
+    num_tiles = sizes["X"] - num_single_rows
+    if num_tiles < 0 or sizes["T"] != num_single_rows + num_tiles * tile:
+        raise ShapeError(
+            f"q_TNH has {sizes['T']} tokens, but {num_single_rows} one-token rows and {num_tiles} "
+            f"tiles of {tile} need {num_single_rows + num_tiles * tile}"
+        )
+    if sizes["N"] % sizes["K"]:
+        raise ShapeError(f"{sizes['N']} query heads cannot share {sizes['K']} KV heads evenly")
+    for name, array in (
+        ("page_table_XP", page_table_XP),
+        ("q_starts_X", q_starts_X),
+        ("q_lens_X", q_lens_X),
+    ):
+        if array.dtype != jnp.int32:
+            raise ShapeError(f"{name} must be int32, got {array.dtype}")
+
+    attend = functools.partial(_attend_of(impl), scale=scale, window=window, soft_cap=soft_cap)
+    B, N, H = num_single_rows, sizes["N"], sizes["H"]
+    parts = []
+    if B:
+        out_B1NH = attend(
+            q_TNH[:B].reshape(B, 1, N, H), kv_C2KRH, page_table_XP[:B], q_starts_X[:B], q_lens_X[:B]
+        )
+        parts.append(out_B1NH.reshape(B, N, H))
+    if num_tiles:
+        out_XQNH = attend(
+            q_TNH[B:].reshape(num_tiles, tile, N, H),
+            kv_C2KRH,
+            page_table_XP[B:],
+            q_starts_X[B:],
+            q_lens_X[B:],
+        )
+        parts.append(out_XQNH.reshape(num_tiles * tile, N, H))
+    return jnp.concatenate(parts)
+
+
+def _attend_of(impl: Impl) -> Attend:
+    match impl:
+        case "reference":
+            return reference.attend
+        case "xla":
+            return xla.attend

@@ -1,0 +1,105 @@
+"""The parts of a decoder layer: norm, attention with its KV write, MLP.
+
+The residual stream is float32 whatever the weights are: products are summed in float32 and added
+without rounding, and activations are rounded once, to the weights' dtype, on entry to a product.
+On CPU this costs nothing; in bfloat16 it keeps thirty layers of additions exact.
+"""
+
+import jax
+from jax import numpy as jnp
+
+from jaxserve.kernels.dot import dot
+from jaxserve.kernels.paged_attention import Impl, paged_attention
+from jaxserve.model.batch import TokenBatch
+from jaxserve.model.config import ModelConfig
+from jaxserve.model.params import Params
+from jaxserve.model.rope import rotate
+
+
+def rms_norm(x_TD: jax.Array, weight_D: jax.Array, *, eps: float) -> jax.Array:
+    """Returns float32 x / sqrt(mean(x²) + eps) * weight (Zhang & Sennrich 2019, eq. 4)."""
+    mean_square_T1 = jnp.mean(jnp.square(x_TD), axis=-1, keepdims=True)
+    return x_TD * jax.lax.rsqrt(mean_square_T1 + eps) * weight_D[None, :]
+
+
+def attention_block(
+    params: Params,
+    kv_C2KRH: jax.Array,
+    x_TD: jax.Array,
+    *,
+    batch: TokenBatch,
+    rope: tuple[jax.Array, jax.Array],
+    config: ModelConfig,
+    num_single_rows: int,
+    tile: int,
+    attention: Impl,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the pool with this step's K/V written, and what attention adds to the residual."""
+    weight_dtype = params["q_DNH"].dtype
+    y_TD = rms_norm(x_TD, params["attn_norm_D"], eps=config.norm_eps).astype(weight_dtype)
+    q_TNH = dot("TD,DNH->TNH", y_TD, params["q_DNH"])
+    k_TKH = dot("TD,DKH->TKH", y_TD, params["k_DKH"])
+    v_TKH = dot("TD,DKH->TKH", y_TD, params["v_DKH"])
+    if config.attention_bias:
+        q_TNH += params["q_bias_NH"][None].astype(jnp.float32)
+        k_TKH += params["k_bias_KH"][None].astype(jnp.float32)
+        v_TKH += params["v_bias_KH"][None].astype(jnp.float32)
+    q_TNH, k_TKH = rotate(q_TNH, *rope), rotate(k_TKH, *rope)
+
+    # Write, then read the new value: a read of the old one would copy the whole pool.
+    kv_C2KRH = write_kv(kv_C2KRH, k_TKH, v_TKH, batch=batch)
+    out_TNH = paged_attention(
+        q_TNH.astype(jnp.promote_types(weight_dtype, kv_C2KRH.dtype)),
+        kv_C2KRH,
+        batch.page_table_XP,
+        batch.q_starts_X,
+        batch.q_lens_X,
+        num_single_rows=num_single_rows,
+        tile=tile,
+        scale=config.scale,
+        window=config.window,
+        soft_cap=config.attention_soft_cap,
+        impl=attention,
+    )
+    out_TD = dot("TNH,NHD->TD", out_TNH.astype(weight_dtype), params["o_NHD"])
+    if config.attention_bias:
+        out_TD += params["o_bias_D"][None].astype(jnp.float32)
+    return kv_C2KRH, out_TD
+
+
+def write_kv(
+    kv_C2KRH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, batch: TokenBatch
+) -> jax.Array:
+    """Returns the pool with each token's K and V in its row; in place where the pool is donated.
+
+    Padding tokens point past the pool and are dropped. Each gets a page of its own there, which
+    makes all indices distinct, as `unique_indices` promises: on a GPU that saves atomic writes.
+    """
+    C = kv_C2KRH.shape[0]
+    T = k_TKH.shape[0]
+    pages_T = jnp.where(
+        batch.write_pages_T < C, batch.write_pages_T, C + jnp.arange(T, dtype=jnp.int32)
+    )
+    kv_T2KH = jnp.stack([k_TKH, v_TKH], axis=1).astype(kv_C2KRH.dtype)
+    return kv_C2KRH.at[pages_T, :, :, batch.write_rows_T, :].set(
+        kv_T2KH, mode="drop", unique_indices=True
+    )
+
+
+def mlp_block(params: Params, x_TD: jax.Array, *, config: ModelConfig) -> jax.Array:
+    """Returns what the gated MLP adds to the residual: down(silu(gate(x)) * up(x)).
+
+    SwiGLU of Shazeer 2020, eq. 6.
+    """
+    weight_dtype = params["gate_DF"].dtype
+    y_TD = rms_norm(x_TD, params["mlp_norm_D"], eps=config.norm_eps).astype(weight_dtype)
+    gate_TF = dot("TD,DF->TF", y_TD, params["gate_DF"])
+    up_TF = dot("TD,DF->TF", y_TD, params["up_DF"])
+    if config.mlp_bias:
+        gate_TF += params["gate_bias_F"][None].astype(jnp.float32)
+        up_TF += params["up_bias_F"][None].astype(jnp.float32)
+    hidden_TF = (jax.nn.silu(gate_TF) * up_TF).astype(weight_dtype)
+    out_TD = dot("TF,FD->TD", hidden_TF, params["down_FD"])
+    if config.mlp_bias:
+        out_TD += params["down_bias_D"][None].astype(jnp.float32)
+    return out_TD

@@ -1,0 +1,127 @@
+"""The decoder: tokens and KV in, hidden states and KV out; and hidden states to logits."""
+
+import functools
+
+import jax
+from jax import numpy as jnp
+
+from jaxserve.errors import ShapeError
+from jaxserve.kernels.dot import dot
+from jaxserve.kernels.paged_attention import Impl
+from jaxserve.model.batch import TokenBatch
+from jaxserve.model.config import ModelConfig
+from jaxserve.model.layers import attention_block, mlp_block, rms_norm
+from jaxserve.model.params import Params
+from jaxserve.model.rope import rope_tables
+from jaxserve.shapes import check_shapes
+
+__all__ = ["TokenBatch", "forward", "logits"]
+
+
+def forward(
+    params: Params,
+    kv: tuple[jax.Array, ...],
+    batch: TokenBatch,
+    *,
+    config: ModelConfig,
+    num_single_rows: int,
+    tile: int,
+    attention: Impl,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Returns the pool with this step's K/V written, and ``hidden_TD`` before the final norm.
+
+    Args:
+      kv: the pool, one ``kv_C2KRH`` per layer. Donate it: each array is then updated in place.
+      num_single_rows: how many of the batch's rows have one token.
+      tile: tokens of each later row.
+
+    Returns:
+      hidden_TD: float32, the residual stream; meaningless in padding tokens.
+
+    Raises:
+      ShapeError: the arrays do not fit together; while tracing.
+    """
+    check_shapes(
+        token_ids_T=batch.token_ids_T,
+        positions_T=batch.positions_T,
+        write_pages_T=batch.write_pages_T,
+        write_rows_T=batch.write_rows_T,
+        page_table_XP=batch.page_table_XP,
+        q_starts_X=batch.q_starts_X,
+        q_lens_X=batch.q_lens_X,
+    )
+    if len(kv) != config.num_layers:
+        raise ShapeError(f"the pool has {len(kv)} layers, the model {config.num_layers}")
+    x_TD = embed(params, batch.token_ids_T)
+    rope = rope_tables(batch.positions_T, rope=config.rope, head_dim=config.head_dim)
+    new_kv = []
+    for index, kv_C2KRH in enumerate(kv):
+        new_kv_C2KRH, x_TD = layer(
+            params["layers"][str(index)],
+            kv_C2KRH,
+            x_TD,
+            batch=batch,
+            rope=rope,
+            config=config,
+            num_single_rows=num_single_rows,
+            tile=tile,
+            attention=attention,
+        )
+        new_kv.append(new_kv_C2KRH)
+    return tuple(new_kv), x_TD
+
+
+# An inner jit: traced and lowered once for all layers, inlined when compiled.
+@functools.partial(jax.jit, static_argnames=("config", "num_single_rows", "tile", "attention"))
+def layer(
+    params: Params,
+    kv_C2KRH: jax.Array,
+    x_TD: jax.Array,
+    *,
+    batch: TokenBatch,
+    rope: tuple[jax.Array, jax.Array],
+    config: ModelConfig,
+    num_single_rows: int,
+    tile: int,
+    attention: Impl,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the layer's pool and the residual stream after it."""
+    kv_C2KRH, added_TD = attention_block(
+        params,
+        kv_C2KRH,
+        x_TD,
+        batch=batch,
+        rope=rope,
+        config=config,
+        num_single_rows=num_single_rows,
+        tile=tile,
+        attention=attention,
+    )
+    x_TD = x_TD + added_TD
+    return kv_C2KRH, x_TD + mlp_block(params, x_TD, config=config)
+
+
+def embed(params: Params, token_ids_T: jax.Array) -> jax.Array:
+    """Returns the float32 rows of the embedding; ids are checked where requests come in."""
+    embedding_VD: jax.Array = params["embedding_VD"]
+    return embedding_VD.at[token_ids_T].get(mode="clip").astype(jnp.float32)
+
+
+def logits(params: Params, hidden_BD: jax.Array, *, config: ModelConfig) -> jax.Array:
+    """Returns float32 ``logits_BV``; ids past the real vocabulary are -inf.
+
+    Masked here, before anything can look at them: a padding row's own logit would be 0, which wins
+    whenever all real logits are negative.
+    """
+    check_shapes(hidden_BD=hidden_BD)
+    head_VD = params["embedding_VD" if config.tied_head else "head_VD"]
+    y_BD = rms_norm(
+        hidden_BD.astype(jnp.float32), params["final_norm_D"], eps=config.norm_eps
+    ).astype(head_VD.dtype)
+    logits_BV = dot("BD,VD->BV", y_BD, head_VD)
+    if config.final_soft_cap is not None:
+        logits_BV = config.final_soft_cap * jnp.tanh(logits_BV / config.final_soft_cap)
+    if config.padded_vocab_size == config.vocab_size:
+        return logits_BV
+    is_real_V = jnp.arange(config.padded_vocab_size, dtype=jnp.int32) < config.vocab_size
+    return jnp.where(is_real_V[None, :], logits_BV, -jnp.inf)
