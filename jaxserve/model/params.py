@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.model.config import ModelConfig
 
-# Nested dicts with arrays as leaves; `abstract_params` knows the nesting, the type checker does not.
+# Nested dicts with arrays as leaves; `abstract_params` knows the nesting, mypy does not.
 Params = dict[str, Any]
 
 
