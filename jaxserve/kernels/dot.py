@@ -1,6 +1,7 @@
 """The one matrix product: operands of one dtype in, float32 out."""
 
 import jax
+import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
@@ -19,3 +20,8 @@ def dot(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
         precision=lax.Precision.HIGHEST if is_float32 else lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
+
+
+def wider_dtype(left: jax.Array, right: jax.Array) -> np.dtype:
+    """Returns the dtype of the two that loses nothing: float32 over bfloat16."""
+    return max(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)

@@ -8,7 +8,7 @@ On CPU this costs nothing; in bfloat16 it keeps thirty layers of additions exact
 import jax
 from jax import numpy as jnp
 
-from jaxserve.kernels.dot import dot
+from jaxserve.kernels.dot import dot, wider_dtype
 from jaxserve.kernels.paged_attention import Impl, paged_attention
 from jaxserve.model.batch import TokenBatch
 from jaxserve.model.config import ModelConfig
@@ -49,7 +49,7 @@ def attention_block(
     # Write, then read the new value: a read of the old one would copy the whole pool.
     kv_C2KRH = write_kv(kv_C2KRH, k_TKH, v_TKH, batch=batch)
     out_TNH = paged_attention(
-        q_TNH.astype(jnp.promote_types(weight_dtype, kv_C2KRH.dtype)),
+        q_TNH.astype(wider_dtype(params["q_DNH"], kv_C2KRH)),
         kv_C2KRH,
         batch.page_table_XP,
         batch.q_starts_X,

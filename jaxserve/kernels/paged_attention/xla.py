@@ -5,7 +5,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from jaxserve.kernels.dot import dot
+from jaxserve.kernels.dot import dot, wider_dtype
 
 # Tokens of one block, for pages that are not larger. Measured on two Zen 4 cores at 32 rows of 256
 # keys: 64 is fastest, 128 is 1.4 times slower (the gathered block leaves the L2 cache).
@@ -50,7 +50,7 @@ def attend(
         first_block = jnp.maximum(jnp.min(first_key_X), 0) // block_tokens
 
     # Queries of one KV head side by side, [X, K, G * Q, H]: one product for the whole group.
-    compute_dtype = jnp.promote_types(q_XQNH.dtype, kv_C2KRH.dtype)
+    compute_dtype = wider_dtype(q_XQNH, kv_C2KRH)
     q_XKGQH = q_XQNH.reshape(X, Q, K, N // K, H).transpose(0, 2, 3, 1, 4)
     q_XKMH = q_XKGQH.reshape(X, K, M, H).astype(compute_dtype)
     query_M = jnp.tile(jnp.arange(Q, dtype=jnp.int32), N // K)
