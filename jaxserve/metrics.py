@@ -59,6 +59,9 @@ class Metrics:
             "joined_running", "Sequences admitted while others were running."
         )
         self.pages_allocated = counter("kv_pages_allocated", "Pages handed out.")
+        self.grown_pages = counter(
+            "kv_grown_pages", "Pages taken by a running sequence as it grew."
+        )
         self.reserved_pages = counter("kv_reserved_pages", "Pages taken ahead of need.")
         self.overlapped_steps = counter(
             "overlapped_steps", "Steps launched before an earlier result was read."

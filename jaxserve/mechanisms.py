@@ -1,0 +1,182 @@
+"""The one table of mechanisms: the switch of each, what proves that it ran, and what it meets.
+
+A mechanism is anything that can be taken away to see what it gave. Each can be switched off alone,
+its counters rise only when it really ran, and two that are on together must be a pair of `PAIRS`:
+a pair nobody has looked at is refused when a configuration is checked, never tried.
+"""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping
+from typing import Literal
+
+from jaxserve.config import Config
+from jaxserve.errors import ConfigError
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Mechanism:
+    """One row of the table.
+
+    Attributes:
+      key: the switch, a dotted configuration key.
+      on: its value that turns the mechanism on.
+      off: its value that takes the mechanism away.
+      counters: samples of `metrics.py`: each above 0 after a run that could use it, 0 while off.
+      in_baseline: kept on by configs/baseline.toml, because serving is not sane without it.
+    """
+
+    name: str
+    purpose: str
+    key: str
+    on: str | bool
+    off: str | bool
+    counters: tuple[str, ...]
+    in_baseline: bool = False
+
+    def is_on(self, config: Config) -> bool:
+        """Whether `config` turns it on."""
+        section, _, field = self.key.partition(".")
+        return bool(getattr(getattr(config, section), field) == self.on)
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Pair:
+    """What is known of two mechanisms that are on together.
+
+    Attributes:
+      verdict: refused raises when a configuration is checked.
+      note: where they touch and why that is sound, or why it is refused.
+    """
+
+    verdict: Literal["works", "refused"]
+    note: str
+
+
+MECHANISMS = (
+    Mechanism(
+        name="continuous_batching",
+        purpose="A waiting request joins as soon as a row and its pages are free.",
+        key="scheduler.batching",
+        on="continuous",
+        off="static",
+        counters=("joined_running_total",),
+        in_baseline=True,
+    ),
+    Mechanism(
+        name="on_demand_pages",
+        purpose="A sequence takes KV pages as it grows, not its longest length at admission.",
+        key="kv.reserve",
+        on="on_demand",
+        off="max_length",
+        counters=("kv_grown_pages_total",),
+        in_baseline=True,
+    ),
+    Mechanism(
+        name="chunked_prefill",
+        purpose="A long prompt is computed over several steps, so that decoding rows go on.",
+        key="scheduler.chunked_prefill",
+        on=True,
+        off=False,
+        counters=("chunked_prompts_total",),
+    ),
+    Mechanism(
+        name="overlap",
+        purpose="A step is launched before the result of the one before is read.",
+        key="runner.overlap",
+        on=True,
+        off=False,
+        counters=("overlapped_steps_total",),
+    ),
+    Mechanism(
+        name="buckets",
+        purpose="A small step runs a program of a small shape, compiled ahead of time.",
+        key="buckets.capture",
+        on=True,
+        off=False,
+        counters=("bucketed_steps_total",),
+    ),
+)
+
+
+def _works(first: str, second: str, note: str) -> tuple[frozenset[str], Pair]:
+    return frozenset((first, second)), Pair(verdict="works", note=note)
+
+
+PAIRS: Mapping[frozenset[str], Pair] = dict(
+    [
+        _works(
+            "continuous_batching",
+            "on_demand_pages",
+            "Rows that joined may outgrow the pool: the youngest is preempted and recomputed.",
+        ),
+        _works(
+            "continuous_batching",
+            "chunked_prefill",
+            "A prompt that joins is cut, so that it does not stall the rows that decode.",
+        ),
+        _works(
+            "continuous_batching",
+            "overlap",
+            "An end is seen late: the row and its pages are reused only after the steps in flight.",
+        ),
+        _works(
+            "continuous_batching", "buckets", "The bucket follows the number of rows as they join."
+        ),
+        _works(
+            "on_demand_pages",
+            "chunked_prefill",
+            "Each chunk takes its own pages; a prompt may be preempted between two chunks.",
+        ),
+        _works(
+            "on_demand_pages",
+            "overlap",
+            "Pages given up wait until the steps that may still write them have retired.",
+        ),
+        _works(
+            "on_demand_pages", "buckets", "The width of the page table is in no program's shape."
+        ),
+        _works(
+            "chunked_prefill",
+            "overlap",
+            "The next chunk needs no sampled token, so it is launched at once.",
+        ),
+        _works(
+            "chunked_prefill",
+            "buckets",
+            "Chunk sizes are bucketed, beside a few sizes of decoding rows only.",
+        ),
+        _works("overlap", "buckets", "Every shape is compiled before the first step."),
+    ]
+)
+
+
+def active_mechanisms(
+    config: Config, *, mechanisms: tuple[Mechanism, ...] = MECHANISMS
+) -> tuple[Mechanism, ...]:
+    """Returns the mechanisms that `config` turns on, in the order of the table."""
+    return tuple(mechanism for mechanism in mechanisms if mechanism.is_on(config))
+
+
+def check_mechanisms(
+    config: Config,
+    *,
+    mechanisms: tuple[Mechanism, ...] = MECHANISMS,
+    pairs: Mapping[frozenset[str], Pair] = PAIRS,
+) -> tuple[Mechanism, ...]:
+    """Returns the active mechanisms, once all of them are known to work together.
+
+    Raises:
+      ConfigError: two that are on are refused together, or were never looked at together.
+    """
+    active = active_mechanisms(config, mechanisms=mechanisms)
+    for first, second in itertools.combinations(active, 2):
+        pair = pairs.get(frozenset((first.name, second.name)))
+        if pair is None or pair.verdict == "refused":
+            reason = pair.note if pair else "this pair was never tested"
+            raise ConfigError(
+                f"{first.name} and {second.name} do not go together: {reason}; "
+                f"set {first.key} = {json.dumps(first.off)} or {second.key} = {json.dumps(second.off)}"
+            )
+    return active

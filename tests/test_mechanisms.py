@@ -1,0 +1,98 @@
+"""The table of mechanisms: complete, enforced, and true of what runs."""
+
+import itertools
+import typing
+from pathlib import Path
+
+import pytest
+
+from jaxserve.config import Config, load_config
+from jaxserve.errors import ConfigError
+from jaxserve.mechanisms import (
+    MECHANISMS,
+    PAIRS,
+    Mechanism,
+    Pair,
+    active_mechanisms,
+    check_mechanisms,
+)
+from jaxserve.metrics import Metrics
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+# Keys with a choice that take nothing away: a precision, an implementation, a way to fail.
+NOT_MECHANISMS = {"model.dtype", "kv.dtype", "runner.attention", "runner.forbid_recompile"}
+SPARE = Mechanism(
+    name="spare",
+    purpose="A mechanism that exists only here.",
+    key="runner.forbid_recompile",
+    on=False,
+    off=True,
+    counters=("steps_total",),
+)
+
+
+def switches() -> set[str]:
+    """Configuration keys whose values are true and false, or a few words."""
+    return {
+        f"{section}.{key}"
+        for section, field in Config.model_fields.items()
+        for key, choice in typing.cast("type[Config]", field.annotation).model_fields.items()
+        if choice.annotation is bool or typing.get_origin(choice.annotation) is typing.Literal
+    }
+
+
+def test_every_switch_of_the_configuration_is_in_the_table() -> None:
+    assert {mechanism.key for mechanism in MECHANISMS} == switches() - NOT_MECHANISMS
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda mechanism: mechanism.name)
+def test_a_switch_has_its_two_values(mechanism: Mechanism) -> None:
+    for value, is_on in ((mechanism.on, True), (mechanism.off, False)):
+        config = load_config(flags={mechanism.key: value})
+        assert mechanism.is_on(config) is is_on
+        assert (mechanism in active_mechanisms(config)) is is_on
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda mechanism: mechanism.name)
+def test_the_counters_exist(mechanism: Mechanism) -> None:
+    names = {
+        sample.name for family in Metrics().registry.collect() for sample in family.samples
+    } | {f"{family.name}_total" for family in Metrics().registry.collect()}
+    assert {f"jaxserve_{counter}" for counter in mechanism.counters} <= names
+    assert mechanism.counters
+
+
+def test_every_pair_of_the_table_is_known_and_nothing_else_is() -> None:
+    names = [mechanism.name for mechanism in MECHANISMS]
+    assert set(PAIRS) == {frozenset(pair) for pair in itertools.combinations(names, 2)}
+
+
+def test_the_defaults_and_the_shipped_files_pass_the_check() -> None:
+    assert check_mechanisms(Config()) == MECHANISMS
+    for path in CONFIGS.glob("*.toml"):
+        check_mechanisms(load_config(path))
+
+
+def test_the_baseline_turns_off_every_optional_row() -> None:
+    active = active_mechanisms(load_config(CONFIGS / "baseline.toml"))
+    assert set(active) == {mechanism for mechanism in MECHANISMS if mechanism.in_baseline}
+
+
+def test_an_unknown_pair_is_refused_with_the_two_ways_out() -> None:
+    with pytest.raises(ConfigError, match="never tested") as caught:
+        check_mechanisms(load_config(CONFIGS / "baseline.toml"), mechanisms=(MECHANISMS[0], SPARE))
+    assert "continuous_batching and spare do not go together" in str(caught.value)
+    assert 'set scheduler.batching = "static" or runner.forbid_recompile = true' in str(
+        caught.value
+    )
+
+
+def test_a_refused_pair_is_refused_with_its_reason() -> None:
+    pairs = {frozenset((MECHANISMS[0].name, "spare")): Pair(verdict="refused", note="they clash")}
+    with pytest.raises(ConfigError, match="do not go together: they clash; set"):
+        check_mechanisms(Config(), mechanisms=(MECHANISMS[0], SPARE), pairs=pairs)
+
+
+def test_a_pair_that_is_not_on_together_is_not_looked_at() -> None:
+    config = load_config(flags={"runner.forbid_recompile": True})
+    assert check_mechanisms(config, mechanisms=(MECHANISMS[0], SPARE)) == MECHANISMS[:1]
