@@ -177,6 +177,7 @@ def check_mechanisms(
             reason = pair.note if pair else "this pair was never tested"
             raise ConfigError(
                 f"{first.name} and {second.name} do not go together: {reason}; "
-                f"set {first.key} = {json.dumps(first.off)} or {second.key} = {json.dumps(second.off)}"
+                f"set {first.key} = {json.dumps(first.off)} "
+                f"or {second.key} = {json.dumps(second.off)}"
             )
     return active

@@ -101,7 +101,7 @@ install() { # FOLDER ARGS...
   if has_uv; then
     uv pip install --quiet --python "$folder/bin/python" --compile-bytecode "$@"
   else
-    "$folder/bin/python" -I -m pip install --quiet --progress-bar off "$@"
+    "$folder/bin/python" -I -m pip install --quiet --quiet --progress-bar off "$@"
   fi
 }
 
