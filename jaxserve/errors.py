@@ -17,7 +17,7 @@ JaxserveError
 │   ├── DeadlineError            the deadline passed before the first token
 │   ├── RequestCancelledError    the caller gave up
 │   └── NumericsError            this request's logits were not finite
-├── NotServingError          starting, draining or stopped: nothing was begun, try again
+├── NotServingError          starting, draining or stopped: not begun, or not done by then
 └── EngineDeadError          the engine failed; every request in it ends with this
 """
 
@@ -130,7 +130,7 @@ class NumericsError(RequestError):
 
 
 class NotServingError(JaxserveError):
-    """Starting, draining or stopped: nothing was begun, try again elsewhere or later."""
+    """Starting, draining or stopped: not begun, or not done by then; ask elsewhere or later."""
 
 
 class EngineDeadError(JaxserveError):

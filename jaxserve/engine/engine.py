@@ -1,0 +1,343 @@
+"""The engine: one thread that owns scheduler, runner and clock, and ends every request once."""
+
+import collections
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from jaxserve.config import Config
+from jaxserve.engine import limits
+from jaxserve.engine.intake import EngineState, Intake
+from jaxserve.engine.live_request import LiveRequest, StopText, error_label, outcome_label
+from jaxserve.engine.served_model import ServedModel
+from jaxserve.engine.stream import Stream
+from jaxserve.errors import (
+    DeadlineError,
+    EngineDeadError,
+    JaxserveError,
+    NotServingError,
+    NumericsError,
+    SlowReaderError,
+)
+from jaxserve.metrics import Metrics
+from jaxserve.plan import InFlight, Runner, StepPlan, StepResult
+from jaxserve.request import FinishReason, GenerationRequest, Request
+from jaxserve.scheduler.page_pool import PagePool
+from jaxserve.scheduler.scheduler import Scheduler, Update
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.stops import StopMatcher
+from jaxserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+OVERLAP_DEPTH: Final = 2  # steps launched before the oldest must be read
+
+
+class Engine:
+    """Takes requests from any thread, runs them on its own, and gives each a stream.
+
+    Every accepted request gets exactly one terminal event, from `_finish` alone.
+
+    Attributes:
+      error: what the engine died of; None while it lives.
+    """
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        config: Config,
+        model: ServedModel,
+        metrics: Metrics,
+        page_bytes: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        page_bytes: size of a KV page over all layers, for the gauges.
+        """
+        self.tokenizer = tokenizer
+        self.config = config
+        self.model = model
+        self.metrics = metrics
+        self.error: Exception | None = None
+        self._clock = clock
+        self._runner = runner
+        self._depth = OVERLAP_DEPTH if config.runner.overlap else 1
+        self._pool = PagePool(runner.num_pages, config.kv.page_size)
+        self._scheduler = Scheduler(
+            config=config.scheduler,
+            reserve=config.kv.reserve,
+            pool=self._pool,
+            limits=runner.limits,
+            max_model_tokens=model.max_model_tokens,
+            overlap_depth=self._depth,
+            metrics=metrics,
+            page_bytes=page_bytes,
+        )
+        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+        self._listeners: list[Callable[[EngineState], None]] = []
+        self._intake = Intake(config.limits)  # where other threads and this one meet
+        # the engine thread alone
+        self._in_flight: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
+        self._by_sequence: dict[int, LiveRequest] = {}
+
+    # any thread
+
+    @property
+    def state(self) -> EngineState:
+        return self._intake.state
+
+    def now(self) -> float:
+        """Returns the engine's monotonic seconds: what deadlines are measured in."""
+        return self._clock()
+
+    def add_listener(self, listener: Callable[[EngineState], None]) -> None:
+        """Has `listener` called with each new state, in the thread that changed it."""
+        self._listeners.append(listener)
+
+    def start(self) -> None:
+        """Starts the engine thread; requests are accepted from here on."""
+        self._change_state(EngineState.SERVING)
+        self._thread.start()
+
+    def submit(self, asked: GenerationRequest) -> Stream:
+        """Checks a request to the end, queues it and returns its stream.
+
+        Raises:
+          RequestError: it is not allowed, can never fit, repeats an id in flight, or the queue is
+            full.
+          NotServingError: starting, draining or stopped.
+          EngineDeadError: the engine failed.
+        """
+        try:
+            self._intake.check_serving()
+            request = limits.resolve(
+                asked,
+                model=self.model,
+                tokenizer=self.tokenizer,
+                limits=self.config.limits,
+                now_s=self._clock(),
+            )
+            self._scheduler.check_fits(len(request.prompt), request.max_tokens)
+            live = self._live_request(request)
+            self._intake.add(live, on_accept=self.metrics.requests_submitted.inc)
+        except JaxserveError as error:
+            self.metrics.requests_refused.labels(error_label(error)).inc()
+            raise
+        return live.stream
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request with CANCELLED and its output so far; nothing where it is not here."""
+        live = self._intake.find(request_id)
+        if live is not None:
+            live.stream.cancel()
+
+    def drain(self, timeout_s: float) -> None:
+        """Refuses new requests, lets running ones end for a while, then stops.
+
+        What still runs after `timeout_s` ends with NotServingError. A second call, with a shorter
+        time, cuts the first one short. Returns when the engine thread has ended.
+        """
+        if self.state is EngineState.STARTING:
+            self._change_state(EngineState.STOPPED)
+        if self._thread.ident is None:
+            return
+        self._change_state(EngineState.DRAINING)
+        self._intake.wait_until_empty(timeout_s)
+        self._intake.cut()
+        self._thread.join()
+
+    def stop(self) -> None:
+        """Stops now: what runs ends with NotServingError."""
+        self.drain(0.0)
+
+    def _live_request(self, request: Request) -> LiveRequest:
+        sampling = request.sampling
+        decoder = Detokenizer(self.tokenizer, sampling.skip_special_tokens)
+        stops = None
+        if sampling.stop_strings:
+            stops = StopText(
+                decoder=decoder,
+                matcher=StopMatcher(sampling.stop_strings, sampling.include_stop_text),
+                min_tokens=sampling.min_tokens,
+            )
+        stream = Stream(
+            request_id=request.id,
+            prompt_tokens=len(request.prompt),
+            max_bytes=self.config.limits.stream_buffer_bytes,
+            decoder=None if stops else decoder,
+            on_cancel=functools.partial(self._intake.abort, request),
+        )
+        return LiveRequest(request=request, stream=stream, stops=stops)
+
+    def _change_state(self, state: EngineState) -> None:
+        if not self._intake.change_state(state):
+            return
+        logger.info("engine state=%s", state.value)
+        for listener in self._listeners:
+            listener(state)
+
+    # the engine thread
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._step()
+            self._end_rest()
+        except Exception as error:  # noqa: BLE001  # whatever it is, every request gets its end
+            self._fail(error)
+        else:
+            self._change_state(EngineState.STOPPED)
+
+    def _wait_for_work(self) -> bool:
+        """Blocks while idle; False once the thread is to end."""
+        if not self._in_flight:
+            self._intake.wait_for_work()
+        return not self._intake.is_cut
+
+    def _step(self) -> None:
+        self._take_inbox()
+        now_s = self._clock()
+        self._end_expired(now_s)
+        plan = self._scheduler.schedule(now_s)
+        if plan.has_work:
+            self._launch(plan)
+        if self._in_flight and (len(self._in_flight) >= self._depth or not plan.has_work):
+            self._retire()
+        elif not plan.has_work and self._scheduler.has_unfinished:
+            raise RuntimeError("the scheduler planned nothing while nothing was in flight")
+
+    def _take_inbox(self) -> None:
+        new, aborts = self._intake.take()
+        for live in new:
+            self._scheduler.add(live.request)
+            for sequence in live.request.sequences:
+                self._by_sequence[sequence.id] = live
+        for request in aborts:
+            self._finish(request, FinishReason.CANCELLED)
+
+    def _end_expired(self, now_s: float) -> None:
+        for request in self._scheduler.expired(now_s):
+            has_output = any(sequence.output for sequence in request.sequences)
+            if request.deadline_s is None or now_s < request.deadline_s:
+                waited_s = now_s - request.arrival_s
+                text = (
+                    f"queue_timeout passed: waited {waited_s:.3f} s for admission; try again later"
+                )
+                self._finish(request, DeadlineError(text, field="queue_timeout"))
+            elif has_output:
+                self._finish(request, FinishReason.DEADLINE)
+            else:
+                text = "the deadline passed before the first token; allow more time, or try later"
+                self._finish(request, DeadlineError(text))
+
+    def _launch(self, plan: StepPlan) -> None:
+        now_s = self._clock()
+        for load in plan.row_loads:
+            self._start(self._by_sequence[load.sequence_id], now_s)
+        if self._in_flight:
+            self.metrics.overlapped_steps.inc()
+        logger.debug("step=%d chunks=%d tokens=%d", plan.step_id, len(plan.chunks), plan.num_tokens)
+        self._in_flight.append((plan, self._runner.launch(plan)))
+
+    def _start(self, live: LiveRequest, now_s: float) -> None:
+        if live.scheduled_s is not None:  # resumed after a preemption
+            return
+        live.scheduled_s = now_s
+        self.metrics.queue_seconds.observe(now_s - live.request.arrival_s)
+        self._intake.leave_queue(live)
+        live.stream.start()
+
+    def _retire(self) -> None:
+        plan, in_flight = self._in_flight.popleft()
+        result = in_flight.result()
+        now_s = self._clock()
+        self._note_prefill(plan, result)
+        stopped = self._match_stops(result)
+        for update in self._scheduler.commit(plan, result, stopped):
+            self._deliver(update, now_s)
+        self._scheduler.update_gauges()
+
+    def _note_prefill(self, plan: StepPlan, result: StepResult) -> None:
+        for chunk in plan.chunks:
+            live = self._by_sequence.get(chunk.sequence_id)
+            if live is not None and live.first_token_s is None:
+                live.note_prefill(num_tokens=plan.num_tokens, bucket=result.bucket)
+
+    def _match_stops(self, result: StepResult) -> set[int]:
+        """Returns the sequences that a stop string ends with this step's token."""
+        stopped = set()
+        for sequence_id, token_id in result.token_ids.items():
+            live = self._by_sequence.get(sequence_id)  # None: ended, and the token is surplus
+            if live is not None and sequence_id not in result.not_finite and live.match(token_id):
+                stopped.add(sequence_id)
+        return stopped
+
+    def _deliver(self, update: Update, now_s: float) -> None:
+        request = update.sequence.request
+        live = self._by_sequence[update.sequence.id]
+        if update.not_finite:
+            text = f"the logits of output token {live.num_output} are not finite; report the prompt"
+            self._finish(request, NumericsError(text))
+            return
+        if update.token_id is not None:
+            last_token_s = live.last_token_s
+            if not live.put(update.token_id, now_s=now_s, finish=update.finish):
+                limit = self.config.limits.stream_buffer_bytes
+                text = f"more than {limit} bytes of output are unread; read faster"
+                self._finish(request, SlowReaderError(text))
+                return
+            self.metrics.output_tokens.inc()
+            if last_token_s is None:
+                self.metrics.ttft_seconds.observe(now_s - request.arrival_s)
+            else:
+                self.metrics.itl_seconds.observe(now_s - last_token_s)
+        if update.finish is not None:
+            self._finish(request, update.finish)
+
+    def _finish(self, request: Request, outcome: FinishReason | JaxserveError) -> None:
+        """Ends a request, whatever the cause; the only place that gives back what it held."""
+        now_s = self._clock()
+        live = self._intake.remove(request, now_s=now_s)
+        if live is None:
+            return  # it has ended: an abort that came late
+        for sequence in request.sequences:
+            self._by_sequence.pop(sequence.id, None)
+        if self.state is not EngineState.FAILED:  # a failed engine's pages are nobody's
+            self._scheduler.finish(request)
+        self._count_finish(live, outcome, now_s)
+        live.end(outcome, now_s=now_s)
+
+    def _count_finish(
+        self, live: LiveRequest, outcome: FinishReason | JaxserveError, now_s: float
+    ) -> None:
+        label = outcome_label(outcome)
+        e2e_s = now_s - live.request.arrival_s
+        self.metrics.requests_finished.labels(label).inc()
+        self.metrics.prompt_tokens.inc(len(live.request.prompt))
+        self.metrics.e2e_seconds.observe(e2e_s)
+        logger.info(
+            "finished request_id=%r reason=%s prompt_tokens=%d output_tokens=%d seconds=%.3f",
+            live.request.id, label, len(live.request.prompt), live.num_output, e2e_s,
+        )  # fmt: skip
+
+    def _end_rest(self) -> None:
+        self._take_inbox()
+        for live in self._intake.live():
+            text = "the server stopped before this request was done; send it again elsewhere"
+            self._finish(live.request, NotServingError(text))
+        while self._in_flight:
+            self._retire()
+
+    def _fail(self, error: Exception) -> None:
+        logger.error("the engine failed and ends every request", exc_info=error)
+        self.error = error
+        self._in_flight.clear()
+        self._change_state(EngineState.FAILED)
+        for live in self._intake.live():
+            cause = f"the engine failed: {type(error).__name__}; restart the server"
+            self._finish(live.request, EngineDeadError(cause))

@@ -1,0 +1,86 @@
+"""What a stream carries: one start, deltas, one finish; and the accounts that come with the end."""
+
+import dataclasses
+
+from jaxserve.request import FinishReason
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Usage:
+    """Tokens of one request, as they are charged: surplus tokens are not among them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int = 0
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Timings:
+    """Where a request's time went, in seconds; 0.0 for a phase that was never reached.
+
+    Attributes:
+      queue_s: arrival to first scheduled, or to the end where it never was.
+      prefill_s: first scheduled to the first token on the host.
+      time_to_first_token_s: arrival to the first token on the host.
+      decode_s: first token to the end.
+      compile_s: compilation this request waited for; 0.0 when every shape was warm.
+    """
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    time_to_first_token_s: float = 0.0
+    decode_s: float = 0.0
+    compile_s: float = 0.0
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class ExecutionInfo:
+    """How the engine ran a request.
+
+    Attributes:
+      prefill_bucket_tokens: tokens of the largest forward program that computed its prompt.
+      prefill_chunks: steps that computed its prompt.
+      padding_fraction: share of those steps' tokens that was padding, in [0, 1].
+      preemptions: times its pages were taken back.
+    """
+
+    prefill_bucket_tokens: int = 0
+    prefill_chunks: int = 0
+    padding_fraction: float = 0.0
+    preemptions: int = 0
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Started:
+    """The request left the queue. Comes first in every stream that does not end with an error."""
+
+    request_id: str
+    prompt_tokens: int
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Delta:
+    """New output. Text and ids need not match one to one: text waits for whole characters."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Finished:
+    """The end, without an error.
+
+    Attributes:
+      matched_stop: with STOP, the stop string or the stop token id that ended it.
+    """
+
+    index: int
+    reason: FinishReason
+    matched_stop: str | int | None
+    usage: Usage
+    timings: Timings
+    execution: ExecutionInfo
+
+
+Event = Started | Delta | Finished

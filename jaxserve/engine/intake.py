@@ -1,0 +1,181 @@
+"""What other threads leave for the engine thread, and the account of who is in the engine."""
+
+import enum
+import threading
+from collections.abc import Callable, Collection
+
+from jaxserve.config import LimitsSection
+from jaxserve.engine.live_request import LiveRequest
+from jaxserve.errors import (
+    DuplicateRequestError,
+    EngineDeadError,
+    JaxserveError,
+    NotServingError,
+    QueueFullError,
+)
+from jaxserve.request import Request
+
+
+class EngineState(enum.Enum):
+    """Requests are accepted in SERVING only. STOPPED and FAILED are final."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+FINAL_STATES = frozenset({EngineState.STOPPED, EngineState.FAILED})
+
+
+class Intake:
+    """The one place where threads meet: state, new requests, aborts; all under one lock.
+
+    A request is *live* from `add` to `remove`, and *queued* until it is first scheduled; the
+    queue is bounded in requests and in prompt tokens.
+    """
+
+    def __init__(self, bounds: LimitsSection) -> None:
+        self._bounds = bounds
+        self._changed = threading.Condition()
+        self._state = EngineState.STARTING
+        self._is_cut = False
+        self._live: dict[str, LiveRequest] = {}
+        self._new: list[LiveRequest] = []
+        self._aborts: list[Request] = []
+        self._num_queued = 0
+        self._num_queued_tokens = 0
+        self._last_end_s: float | None = None
+        self._end_interval_s = 1.0  # smoothed: about how soon a place in the queue opens
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    def change_state(self, state: EngineState) -> bool:
+        """Returns whether the state did change; a final one never does."""
+        with self._changed:
+            if self._state is state or self._state in FINAL_STATES:
+                return False
+            self._state = state
+            self._changed.notify_all()
+            return True
+
+    def check_serving(self) -> None:
+        """Raises what a request gets that comes now: NotServingError or EngineDeadError."""
+        if self._state is EngineState.FAILED:
+            raise EngineDeadError("the engine has failed; the server must be restarted")
+        if self._state is not EngineState.SERVING:
+            raise NotServingError(f"the engine is {self._state.value}; try again later")
+
+    def add(self, live: LiveRequest, *, on_accept: Callable[[], None]) -> None:
+        """Takes a request in and wakes the engine thread.
+
+        Args:
+          on_accept: called before the engine thread can see the request.
+        """
+        request, num_tokens = live.request, len(live.request.prompt)
+        with self._changed:
+            self.check_serving()
+            if request.id in self._live:
+                raise DuplicateRequestError(
+                    f"request_id {request.id!r} is in flight; use another, or wait for its end",
+                    field="request_id",
+                )
+            self._check_queue(num_tokens)
+            self._num_queued += 1
+            self._num_queued_tokens += num_tokens
+            self._live[request.id] = live
+            self._new.append(live)
+            on_accept()
+            self._changed.notify_all()
+
+    def find(self, request_id: str) -> LiveRequest | None:
+        with self._changed:
+            return self._live.get(request_id)
+
+    def abort(self, request: Request) -> None:
+        """Asks for a request's end; harmless where it has ended."""
+        with self._changed:
+            self._aborts.append(request)
+            self._changed.notify_all()
+
+    def wait_until_empty(self, timeout_s: float) -> None:
+        """Blocks until nothing is live, the time is over, or `cut` is called."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_cut or not self._live, timeout_s)
+
+    def cut(self) -> None:
+        """Tells the engine thread to end what is live, and itself."""
+        with self._changed:
+            self._is_cut = True
+            self._changed.notify_all()
+
+    # the engine thread's side
+
+    def wait_for_work(self) -> None:
+        """Blocks while nothing is live."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._live or self._is_cut)
+
+    @property
+    def is_cut(self) -> bool:
+        return self._is_cut
+
+    def take(self) -> tuple[list[LiveRequest], list[Request]]:
+        """Returns the new requests and the aborts since the last call."""
+        with self._changed:
+            new, self._new = self._new, []
+            aborts, self._aborts = self._aborts, []
+            return new, aborts
+
+    def live(self) -> Collection[LiveRequest]:
+        with self._changed:
+            return list(self._live.values())
+
+    def leave_queue(self, live: LiveRequest) -> None:
+        """Its first tokens are scheduled: its place in the queue is free."""
+        with self._changed:
+            self._leave_queue(live)
+
+    def remove(self, request: Request, *, now_s: float) -> LiveRequest | None:
+        """Returns the live request and forgets it; None where it has ended before."""
+        with self._changed:
+            live = self._live.get(request.id)
+            if live is None or live.request is not request:
+                return None
+            del self._live[request.id]
+            self._leave_queue(live)
+            if self._last_end_s is not None:
+                self._end_interval_s += 0.2 * (now_s - self._last_end_s - self._end_interval_s)
+            self._last_end_s = now_s
+            self._changed.notify_all()
+            return live
+
+    def _leave_queue(self, live: LiveRequest) -> None:
+        if live.is_queued:
+            live.is_queued = False
+            self._num_queued -= 1
+            self._num_queued_tokens -= len(live.request.prompt)
+
+    def _check_queue(self, num_tokens: int) -> None:
+        bounds = self._bounds
+        num_queued_tokens = self._num_queued_tokens + num_tokens
+        if self._num_queued >= bounds.max_waiting_requests:
+            raise self._queue_full(
+                f"{self._num_queued} requests wait, the limit is {bounds.max_waiting_requests}"
+            )
+        # an empty queue takes any prompt: it could never be accepted otherwise
+        if self._num_queued and num_queued_tokens > bounds.max_waiting_tokens:
+            raise self._queue_full(
+                f"{num_queued_tokens} prompt tokens would wait, "
+                f"the limit is {bounds.max_waiting_tokens}"
+            )
+
+    def _queue_full(self, what: str) -> JaxserveError:
+        retry_after_s = min(max(self._end_interval_s, 0.1), 60.0)
+        return QueueFullError(
+            f"the queue is full: {what}; try again in {retry_after_s:.1f} s",
+            retry_after_s=retry_after_s,
+        )

@@ -1,0 +1,178 @@
+"""A request while it is in the engine: its stream, its stops, its stamps and accounts."""
+
+import dataclasses
+from typing import Final
+
+from jaxserve.engine.events import ExecutionInfo, Finished, Timings, Usage
+from jaxserve.engine.stream import Decoder, Stream
+from jaxserve.errors import EngineDeadError, JaxserveError, NotServingError, RequestError
+from jaxserve.plan import Bucket
+from jaxserve.request import FinishReason, Request
+from jaxserve.text.stops import StopMatcher
+
+# without stop strings, STOP too is by a token id
+ENDS_BY_ID: Final = frozenset({FinishReason.EOS, FinishReason.STOP})
+
+
+class StopText:
+    """The text of a request with stop strings, cut exactly where one matches.
+
+    A stop that is complete before `min_tokens` does not count.
+
+    Attributes:
+      text: what the last token lets out; less than its own text while a stop may be beginning.
+      matched: the stop string that was found.
+    """
+
+    def __init__(self, *, decoder: Decoder, matcher: StopMatcher, min_tokens: int) -> None:
+        self.text = ""
+        self.matched: str | None = None
+        self._decoder = decoder
+        self._matcher = matcher
+        self._min_tokens = min_tokens
+
+    def push(self, token_id: int, *, output_index: int) -> bool:
+        """Takes the next token; True where a stop string is complete."""
+        self.text = self._decoder.push([token_id])
+        if output_index < self._min_tokens:
+            self.text = self._matcher.push_unmatched(self.text)
+            return False
+        found = self._matcher.push(self.text)
+        self.text, self.matched = found.text, found.matched
+        return found.matched is not None
+
+    def push_stop_id(self, token_id: int, *, is_text_kept: bool) -> None:
+        """Takes a token that ends the request by its id: nothing is held back any more."""
+        self.text = self._matcher.flush()
+        self.text += self._decoder.push([token_id]) if is_text_kept else ""
+
+    def flush(self) -> str:
+        """Returns the text still held back at an end that no stop string made."""
+        if self.matched is not None:
+            return ""
+        return self._matcher.flush() + self._decoder.flush()
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class LiveRequest:
+    """What the engine thread knows of one request, from submit to its only end.
+
+    Attributes:
+      is_queued: counted in the bounded queue; until first scheduled.
+      num_output: tokens delivered.
+      scheduled_s: first scheduled; None until then.
+      num_prefill_tokens: tokens that its prefill steps computed, batch mates' among them.
+      num_prefill_padded: tokens of those steps' buckets.
+    """
+
+    request: Request
+    stream: Stream
+    stops: StopText | None
+    is_queued: bool = True
+    num_output: int = 0
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    last_token_id: int | None = None
+    prefill_chunks: int = 0
+    prefill_bucket_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_prefill_padded: int = 0
+    compile_s: float = 0.0
+
+    def match(self, token_id: int) -> bool:
+        """Searches the next token's text; True where a stop string ends the request with it."""
+        if self.stops is None:
+            return False
+        sampling = self.request.sampling
+        if token_id in self.request.stop_ids and self.num_output >= sampling.min_tokens:
+            self.stops.push_stop_id(token_id, is_text_kept=sampling.include_stop_text)
+            return False
+        return self.stops.push(token_id, output_index=self.num_output)
+
+    def put(self, token_id: int, *, now_s: float, finish: FinishReason | None) -> bool:
+        """Hands a token to the reader; False where the reader is too slow."""
+        text: str | None = None  # the reader decodes it
+        if self.stops is not None:
+            text = self.stops.text
+        elif finish in ENDS_BY_ID and not self.request.sampling.include_stop_text:
+            text = ""
+        if not self.stream.put(token_id, text=text):
+            return False
+        self.num_output += 1
+        self.last_token_id = token_id
+        self.last_token_s = now_s
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        return True
+
+    def note_prefill(self, *, num_tokens: int, bucket: Bucket) -> None:
+        """Accounts a step that computed a part of the prompt."""
+        self.prefill_chunks += 1
+        self.prefill_bucket_tokens = max(self.prefill_bucket_tokens, bucket.num_tokens)
+        self.num_prefill_tokens += num_tokens
+        self.num_prefill_padded += bucket.num_tokens
+
+    def end(self, outcome: FinishReason | JaxserveError, *, now_s: float) -> None:
+        """Gives the reader the terminal event, after any text that was held back."""
+        if isinstance(outcome, JaxserveError):
+            self.stream.finish(outcome)
+            return
+        finished = Finished(
+            index=0,
+            reason=outcome,
+            matched_stop=self._matched_stop(outcome),
+            usage=Usage(prompt_tokens=len(self.request.prompt), completion_tokens=self.num_output),
+            timings=self._timings(now_s),
+            execution=self._execution(),
+        )
+        self.stream.finish(finished, last_text=self.stops.flush() if self.stops else "")
+
+    def _matched_stop(self, reason: FinishReason) -> str | int | None:
+        if reason is not FinishReason.STOP:
+            return None
+        if self.stops is not None and self.stops.matched is not None:
+            return self.stops.matched
+        return self.last_token_id
+
+    def _timings(self, now_s: float) -> Timings:
+        arrival_s = self.request.arrival_s
+        scheduled_s = now_s if self.scheduled_s is None else self.scheduled_s
+        first_s = self.first_token_s
+        return Timings(
+            queue_s=scheduled_s - arrival_s,
+            prefill_s=0.0 if first_s is None else first_s - scheduled_s,
+            time_to_first_token_s=0.0 if first_s is None else first_s - arrival_s,
+            decode_s=0.0 if first_s is None else now_s - first_s,
+            compile_s=self.compile_s,
+        )
+
+    def _execution(self) -> ExecutionInfo:
+        padded = self.num_prefill_padded
+        sequences = self.request.sequences
+        return ExecutionInfo(
+            prefill_bucket_tokens=self.prefill_bucket_tokens,
+            prefill_chunks=self.prefill_chunks,
+            padding_fraction=1 - self.num_prefill_tokens / padded if padded else 0.0,
+            preemptions=sum(sequence.num_preemptions for sequence in sequences),
+        )
+
+
+def outcome_label(outcome: FinishReason | JaxserveError) -> str:
+    """Returns the metrics' word for an end: `eos`, `max_tokens`, …, `error_numerics`, …"""
+    if isinstance(outcome, FinishReason):
+        return outcome.value
+    return f"error_{error_label(outcome)}"
+
+
+def error_label(error: JaxserveError) -> str:
+    """Returns the metrics' word for an error: `queue_full`, `not_serving`, …"""
+    match error:
+        case RequestError():
+            return error.reason.lower()
+        case EngineDeadError():
+            return "engine_dead"
+        case NotServingError():
+            return "not_serving"
+        case _:
+            return "other"

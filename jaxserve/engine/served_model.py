@@ -1,0 +1,30 @@
+"""What the engine and its callers know of the model that is served."""
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class ServedModel:
+    """Facts of the served model; resolved at start-up, never changed.
+
+    Attributes:
+      max_model_tokens: longest prompt + output.
+      vocab_size: ids the model can give, without padding.
+      eos_ids: union over all sources.
+      sampling_defaults: the model's own, by `SamplingParams` field name.
+      capacity_tokens: tokens the KV pool holds; 0 where that is not known.
+    """
+
+    name: str
+    max_model_tokens: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    bos_id: int | None = None
+    path: str = ""
+    architecture: str = ""
+    dtype: str = ""
+    quantization: str = ""
+    has_chat_template: bool = False
+    sampling_defaults: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
+    capacity_tokens: int = 0

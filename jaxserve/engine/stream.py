@@ -1,0 +1,212 @@
+"""The bounded hand-off of one request's output, from the engine thread to whoever reads it."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import TracebackType
+from typing import Protocol, Self
+
+from jaxserve.engine.events import Delta, Event, Finished, Started
+from jaxserve.errors import JaxserveError
+
+TOKEN_BYTES = 8  # of an unread token id, for the buffer's account
+
+
+class Decoder(Protocol):
+    """Token ids to text, a few at a time: `text.Detokenizer`, or a test's."""
+
+    def push(self, token_ids: list[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Stream:
+    """One request's events, for one reader: a thread (`for`) or a task (`async for`).
+
+    The writing side never waits: what is unread is merged into one pending delta, and is bounded
+    in bytes. The reading side ends with `Finished`, or raises the request's error, once. A reader
+    that leaves early (break, close, an exception, a cancelled task) cancels the request.
+
+    Attributes:
+      request_id: as asked, or as made by the engine.
+      prompt_tokens: length of the prompt.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        prompt_tokens: int,
+        max_bytes: int,
+        decoder: Decoder | None,
+        on_cancel: Callable[[], None],
+    ) -> None:
+        """Args:
+        max_bytes: unread output that is kept; one put more ends the request.
+        decoder: run by the reader over tokens that came without text; None where all have text.
+        on_cancel: called at most once, by any thread, and never after the end.
+        """
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self._max_bytes = max_bytes
+        self._decoder = decoder
+        self._on_cancel = on_cancel
+        self._changed = threading.Condition()
+        # shared, under _changed
+        self._started = False
+        self._token_ids: list[int] = []
+        self._undecoded: list[int] = []
+        self._texts: list[str] = []
+        self._num_bytes = 0
+        self._end: Finished | JaxserveError | None = None
+        self._is_cancelled = False
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        # the reader's own
+        self._has_read_start = False
+        self._is_flushed = False
+        self._is_over = False
+
+    # the engine thread's side
+
+    def start(self) -> None:
+        """The request was scheduled for the first time."""
+        with self._changed:
+            self._started = True
+            wake = self._wake()
+        wake()
+
+    def put(self, token_id: int, *, text: str | None = None) -> bool:
+        """Adds a token; False, and nothing is added, where the unread output would be too much.
+
+        Args:
+          text: None leaves the decoding to the reader; "" is a token without text.
+        """
+        num_bytes = TOKEN_BYTES + (len(text.encode()) if text else 0)
+        with self._changed:
+            if self._num_bytes + num_bytes > self._max_bytes:
+                return False
+            self._num_bytes += num_bytes
+            self._token_ids.append(token_id)
+            if text is None:
+                self._undecoded.append(token_id)
+            elif text:
+                self._texts.append(text)
+            wake = self._wake()
+        wake()
+        return True
+
+    def finish(self, end: Finished | JaxserveError, *, last_text: str = "") -> None:
+        """Adds the one terminal event; `last_text` was held back and belongs before it."""
+        with self._changed:
+            assert self._end is None, f"request {self.request_id} ended twice"
+            if last_text:
+                self._texts.append(last_text)
+            self._end = end
+            wake = self._wake()
+        wake()
+
+    def _wake(self) -> Callable[[], None]:
+        """Wakes a reading thread; returns what wakes a reading task, to be called unlocked."""
+        self._changed.notify_all()
+        if self._waiter is None:
+            return _nothing
+        loop, future = self._waiter
+        self._waiter = None
+
+        def wake_task() -> None:
+            # a closed loop has no reader left; its task's own end cancels the request
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_resolve, future)
+
+        return wake_task
+
+    # the reader's side
+
+    def __iter__(self) -> Iterator[Event]:
+        """Events in order; a reader that stops early cancels the request."""
+        try:
+            while not self._is_over:
+                with self._changed:
+                    self._changed.wait_for(self._is_ready)
+                yield self._take()
+        finally:
+            self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        """The same for a task, without a thread: the engine wakes the event loop."""
+        try:
+            while not self._is_over:
+                while (future := self._future()) is not None:
+                    await future
+                yield self._take()
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Asks the engine to end the request; nothing happens where it has ended."""
+        with self._changed:
+            if self._end is not None or self._is_cancelled:
+                return
+            self._is_cancelled = True
+        self._on_cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def _is_ready(self) -> bool:
+        is_start_unread = self._started and not self._has_read_start
+        return is_start_unread or bool(self._token_ids) or self._end is not None
+
+    def _future(self) -> asyncio.Future[None] | None:
+        """What to await before the next `_take`; None where something is there."""
+        with self._changed:
+            if self._is_ready():
+                return None
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[None] = loop.create_future()
+            self._waiter = (loop, future)
+            return future
+
+    def _take(self) -> Event:
+        """The next event; decoding is done unlocked, so that the engine never waits for it."""
+        with self._changed:
+            end = self._end
+            owes_start = self._started or isinstance(end, Finished)
+            if owes_start and not self._has_read_start:
+                self._has_read_start = True
+                return Started(request_id=self.request_id, prompt_tokens=self.prompt_tokens)
+            token_ids, self._token_ids = self._token_ids, []
+            undecoded, self._undecoded = self._undecoded, []
+            texts, self._texts = self._texts, []
+            self._num_bytes = 0
+        text = "".join(texts)
+        if self._decoder is not None:
+            text += self._decoder.push(undecoded) if undecoded else ""
+            if isinstance(end, Finished) and not self._is_flushed:
+                self._is_flushed = True
+                text += self._decoder.flush()
+        if token_ids or text:
+            return Delta(index=0, text=text, token_ids=tuple(token_ids))
+        assert end is not None, "woken for nothing"
+        self._is_over = True
+        if isinstance(end, JaxserveError):
+            raise end
+        return end
+
+
+def _nothing() -> None:
+    return None
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,248 @@
+"""The hand-off alone: no engine, a decoder that spells ids as letters."""
+
+import asyncio
+import gc
+import threading
+
+import pytest
+
+from jaxserve.engine.events import Delta, ExecutionInfo, Finished, Started, Timings, Usage
+from jaxserve.engine.stream import TOKEN_BYTES, Stream
+from jaxserve.errors import NumericsError
+from jaxserve.request import FinishReason
+
+FINISHED = Finished(
+    index=0,
+    reason=FinishReason.EOS,
+    matched_stop=None,
+    usage=Usage(prompt_tokens=3, completion_tokens=2),
+    timings=Timings(),
+    execution=ExecutionInfo(),
+)
+STARTED = Started(request_id="a", prompt_tokens=3)
+
+
+class Letters:
+    """Holds every token back until the next one comes, like half a character."""
+
+    def __init__(self) -> None:
+        self.held = ""
+
+    def push(self, token_ids: list[int]) -> str:
+        text = self.held + "".join(chr(token_id) for token_id in token_ids)
+        self.held = text[-1:]
+        return text[:-1]
+
+    def flush(self) -> str:
+        held, self.held = self.held, ""
+        return held
+
+
+class Source:
+    """A stream with the list of what was asked of its engine."""
+
+    def __init__(self, *, max_bytes: int = 1 << 20, decoder: Letters | None = None) -> None:
+        self.num_cancels = 0
+        self.stream = Stream(
+            request_id="a",
+            prompt_tokens=3,
+            max_bytes=max_bytes,
+            decoder=decoder,
+            on_cancel=self._count_cancel,
+        )
+
+    def _count_cancel(self) -> None:
+        self.num_cancels += 1
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(map(ord, text))
+
+
+def test_events_come_in_order_and_unread_output_is_one_delta() -> None:
+    stream = Source().stream
+    stream.start()
+    for letter in "hi":
+        assert stream.put(ord(letter), text=letter)
+    stream.finish(FINISHED, last_text="!")
+    assert list(stream) == [STARTED, Delta(index=0, text="hi!", token_ids=ids("hi")), FINISHED]
+    assert list(stream) == []
+
+
+def test_the_reader_decodes_and_gets_what_was_held_back_at_the_end() -> None:
+    stream = Source(decoder=Letters()).stream
+    stream.start()
+    stream.put(ord("o"))
+    events = iter(stream)
+    assert next(events) == STARTED
+    assert next(events) == Delta(index=0, text="", token_ids=ids("o"))
+    stream.put(ord("k"))
+    assert next(events) == Delta(index=0, text="o", token_ids=ids("k"))
+    stream.put(ord("$"), text="")  # an end token: charged, not shown
+    stream.finish(FINISHED)
+    assert next(events) == Delta(index=0, text="k", token_ids=ids("$"))
+    assert list(events) == [FINISHED]
+
+
+def test_text_held_back_comes_before_the_end_even_without_a_new_token() -> None:
+    stream = Source(decoder=Letters()).stream
+    stream.start()
+    stream.put(ord("k"))
+    events = iter(stream)
+    assert [next(events), next(events)] == [STARTED, Delta(index=0, text="", token_ids=ids("k"))]
+    stream.finish(FINISHED)
+    assert list(events) == [Delta(index=0, text="k", token_ids=()), FINISHED]
+
+
+def test_a_request_that_ends_unscheduled_still_starts_first() -> None:
+    stream = Source().stream
+    stream.finish(FINISHED)
+    assert list(stream) == [STARTED, FINISHED]
+
+
+def test_an_error_is_raised_once_after_the_output_before_it() -> None:
+    stream = Source().stream
+    stream.start()
+    stream.put(1, text="a")
+    stream.finish(NumericsError("not finite"))
+    events = iter(stream)
+    assert [next(events), next(events)] == [STARTED, Delta(index=0, text="a", token_ids=(1,))]
+    with pytest.raises(NumericsError, match="not finite"):
+        next(events)
+    assert list(stream) == []
+
+
+def test_unread_output_is_bounded_in_bytes_and_reading_makes_room() -> None:
+    stream = Source(max_bytes=2 * TOKEN_BYTES + 3).stream
+    assert stream.put(1, text="é")  # two bytes
+    assert not stream.put(2, text="éa")
+    assert stream.put(2, text="a")
+    assert not stream.put(3, text="")
+    stream.start()
+    events = iter(stream)
+    assert [next(events), next(events)] == [STARTED, Delta(index=0, text="éa", token_ids=(1, 2))]
+    assert stream.put(3, text="")
+
+
+def test_ending_twice_is_a_fault_of_ours() -> None:
+    stream = Source().stream
+    stream.finish(FINISHED)
+    with pytest.raises(AssertionError, match="ended twice"):
+        stream.finish(FINISHED)
+
+
+def test_a_reader_that_breaks_off_cancels_once() -> None:
+    source = Source()
+    source.stream.start()
+    for event in source.stream:
+        assert event == STARTED
+        break
+    assert source.num_cancels == 1
+    source.stream.cancel()
+    assert source.num_cancels == 1
+
+
+def test_leaving_the_context_cancels_and_after_the_end_nothing_does() -> None:
+    source = Source()
+    with source.stream:
+        pass
+    assert source.num_cancels == 1
+    ended = Source()
+    with ended.stream as stream:
+        stream.finish(FINISHED)
+        assert list(stream)[-1] == FINISHED
+    ended.stream.cancel()
+    assert ended.num_cancels == 0
+
+
+def test_a_waiting_thread_is_woken_by_each_event() -> None:
+    stream = Source().stream
+    seen: list[object] = []
+    has_seen = threading.Semaphore(0)
+
+    def read() -> None:
+        for event in stream:
+            seen.append(event)
+            has_seen.release()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    stream.start()
+    assert has_seen.acquire(timeout=60)
+    stream.put(1, text="a")
+    assert has_seen.acquire(timeout=60)
+    stream.finish(FINISHED)
+    reader.join(timeout=60)
+    assert seen == [STARTED, Delta(index=0, text="a", token_ids=(1,)), FINISHED]
+
+
+@pytest.mark.asyncio
+async def test_a_waiting_task_is_woken_from_another_thread() -> None:
+    stream = Source(decoder=Letters()).stream
+
+    async def read() -> list[object]:
+        return [event async for event in stream]
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(0)  # the task waits now
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(None, stream.start)
+    await loop.run_in_executor(None, stream.put, ord("x"))
+    await loop.run_in_executor(None, stream.finish, FINISHED)
+    events = await task
+    assert (events[0], events[-1]) == (STARTED, FINISHED)
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert "".join(delta.text for delta in deltas) == "x"
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_task_cancels_the_request() -> None:
+    source = Source()
+
+    async def read() -> None:
+        async for _ in source.stream:
+            pass
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert source.num_cancels == 1
+    source.stream.put(1)  # nobody is there any more
+    source.stream.finish(FINISHED)
+
+
+@pytest.mark.asyncio
+async def test_a_task_that_breaks_off_cancels_the_request() -> None:
+    source = Source()
+    source.stream.start()
+    async for _ in source.stream:
+        break
+    gc.collect()
+    while not source.num_cancels:  # the loop closes the abandoned iterator, in a turn or two
+        await asyncio.sleep(0)
+    assert source.num_cancels == 1
+
+
+@pytest.mark.asyncio
+async def test_an_error_reaches_a_task_once() -> None:
+    stream = Source().stream
+    stream.finish(NumericsError("not finite"))
+    with pytest.raises(NumericsError):
+        _ = [event async for event in stream]
+    assert [event async for event in stream] == []
+
+
+def test_a_closed_event_loop_does_not_disturb_the_writer() -> None:
+    source = Source()
+    loop = asyncio.new_event_loop()
+    events = aiter(source.stream)
+    waiting = loop.create_task(anext(events))  # type: ignore[arg-type]  # it is a coroutine
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    source.stream.start()
+    assert source.stream.put(1, text="a")
+    source.stream.finish(FINISHED)
+    assert source.num_cancels == 0
+    waiting._log_destroy_pending = False  # type: ignore[attr-defined]  # its loop is gone, as meant
