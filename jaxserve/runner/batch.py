@@ -1,0 +1,154 @@
+"""The arrays of one step: packed on the host into flat int32, unpacked inside the programs.
+
+Everything the forward program must be told is one array of six parts, so a step costs one
+transfer. X counts attention rows (one-token rows, then tiles), T tokens, D page-table entries:
+
+    rows_X | starts_X | lens_X | token_ids_T | deltas_3D
+
+Two one-token rows, then a chunk of 5 tokens from position 8 and one of 2 from 0, with tiles of 4,
+decode bucket 3 and chunk bucket 16 (``B`` is one past the last state row):
+
+    rows_X    row row B | row row  row  B       tiles: [8..11] [12] [0..1] []
+    starts_X  pos pos 0 |  8   12    0  0
+    lens_X     1   1  0 |  4    1    2  0
+"""
+
+import numpy as np
+from jax import Array
+from jax import numpy as jnp
+
+from jaxserve.model.transformer import TokenBatch
+from jaxserve.plan import Bucket, Chunk, StepPlan
+from jaxserve.runner.buckets import BucketScheme, OutputBucket, round_up
+from jaxserve.runner.spec import RunnerSpec
+from jaxserve.shapes import check_shapes
+
+
+def find_plan_bucket(plan: StepPlan, scheme: BucketScheme) -> Bucket:
+    """Returns the smallest forward bucket that holds the plan."""
+    tile = scheme.limits.chunk_tile
+    lens = [chunk.num_tokens for chunk in plan.chunks]
+    return scheme.find_bucket(lens.count(1), sum(round_up(n, tile) for n in lens if n > 1))
+
+
+def num_attention_rows(bucket: Bucket, tile: int) -> int:
+    return bucket.decode_seqs + bucket.chunk_tokens // tile
+
+
+def max_deltas(bucket: Bucket, spec: RunnerSpec) -> int:
+    """Returns how many page-table entries a step of this shape can add: n tokens touch at most
+    ceil(n / page_size) new pages."""
+    chunk_pages = -(-bucket.chunk_tokens // spec.page_size) + spec.max_chunks
+    return bucket.decode_seqs + (chunk_pages if bucket.chunk_tokens else 0)
+
+
+def packed_len(bucket: Bucket, spec: RunnerSpec) -> int:
+    """Returns the ints of a packed forward array."""
+    X = num_attention_rows(bucket, spec.chunk_tile)
+    return 3 * X + bucket.num_tokens + 3 * max_deltas(bucket, spec)
+
+
+def build_packed(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> np.ndarray:
+    """Returns the forward's array. Padding: row `max_seqs` and page-table row `max_seqs` (one past
+    the end, so that nothing is read or written), length 0, everything else 0. A token that only
+    the device knows is `padded_vocab_size`, one past the last id: it is read from its state row.
+    """
+    packed_I = np.zeros(packed_len(bucket, spec), np.int32)
+    rows_X, starts_X, lens_X, token_ids_T, deltas_3D = _split(packed_I, bucket, spec)
+    rows_X[:] = spec.max_seqs
+    deltas_3D[0] = spec.max_seqs
+    num_deltas, tile = 0, spec.chunk_tile
+    for chunk, x, t in _lay_out(plan, bucket, tile):
+        num_tiles = -(-chunk.num_tokens // tile) if chunk.num_tokens > 1 else 1
+        rows_X[x : x + num_tiles] = chunk.row
+        starts_X[x : x + num_tiles] = range(chunk.start, chunk.start + num_tiles * tile, tile)
+        lens_X[x : x + num_tiles] = tile
+        lens_X[x + num_tiles - 1] = chunk.num_tokens - (num_tiles - 1) * tile
+        if chunk.token_ids is None:
+            assert chunk.num_tokens == 1, f"only one token can be on the device: {chunk}"
+            token_ids_T[t] = spec.model.padded_vocab_size
+        else:
+            token_ids_T[t : t + chunk.num_tokens] = chunk.token_ids
+        for index, page in enumerate(chunk.new_pages, chunk.num_pages_before):
+            deltas_3D[:, num_deltas] = chunk.row, index, page
+            num_deltas += 1
+    return packed_I
+
+
+def build_output_rows(
+    plan: StepPlan, bucket: Bucket, output: OutputBucket, spec: RunnerSpec
+) -> np.ndarray:
+    """Returns the output program's rows: hidden index, state row, output index of each sampled
+    token. Padding: hidden row 0, state row `max_seqs` (past the end), output index 0.
+    """
+    rows_3R = np.zeros((3, output.rows), np.int32)
+    rows_3R[1] = spec.max_seqs
+    r = 0
+    for chunk, _, t in _lay_out(plan, bucket, spec.chunk_tile):
+        if chunk.samples:
+            rows_3R[:, r] = t + chunk.num_tokens - 1, chunk.row, chunk.output_index
+            r += 1
+    return rows_3R
+
+
+def unpack(
+    packed_I: Array, page_table_BP: Array, last_token_B: Array, *, bucket: Bucket, spec: RunnerSpec
+) -> tuple[Array, TokenBatch]:
+    """Returns the page table with this step's new pages, and the tokens of the step.
+
+    Padding tokens have position 0 and write to page `num_pages`, past the end.
+    """
+    check_shapes(packed_I=packed_I, page_table_BP=page_table_BP, last_token_B=last_token_B)
+    rows_X, starts_X, lens_X, token_ids_T, deltas_3D = _split(packed_I, bucket, spec)
+    N, tile, R = bucket.decode_seqs, spec.chunk_tile, spec.page_size
+    page_table_BP = page_table_BP.at[deltas_3D[0], deltas_3D[1]].set(deltas_3D[2], mode="drop")
+    page_table_XP = page_table_BP.at[rows_X].get(mode="fill", fill_value=0)
+
+    num_tiles = bucket.chunk_tokens // tile
+    x_T = np.r_[np.arange(N), np.repeat(np.arange(N, N + num_tiles), tile)].astype(np.int32)
+    offsets_T = np.r_[np.zeros(N), np.tile(np.arange(tile), num_tiles)].astype(np.int32)
+    is_real_T = offsets_T < lens_X[x_T]
+    positions_T = jnp.where(is_real_T, starts_X[x_T] + offsets_T, 0)
+    pages_T = page_table_XP[x_T, positions_T // R]
+
+    sampled_N = last_token_B.at[rows_X[:N]].get(mode="fill", fill_value=0)
+    is_known_N = token_ids_T[:N] < spec.model.padded_vocab_size
+    known_N = jnp.where(is_known_N, token_ids_T[:N], sampled_N)
+    return page_table_BP, TokenBatch(
+        token_ids_T=jnp.concatenate([known_N, token_ids_T[N:]]),
+        positions_T=positions_T,
+        write_pages_T=jnp.where(is_real_T, pages_T, spec.num_pages),
+        write_rows_T=positions_T % R,
+        page_table_XP=page_table_XP,
+        q_starts_X=starts_X,
+        q_lens_X=lens_X,
+    )
+
+
+def _split[A: (np.ndarray, Array)](
+    packed_I: A, bucket: Bucket, spec: RunnerSpec
+) -> tuple[A, A, A, A, A]:
+    """Returns the parts of a packed array; views, where it is a numpy array."""
+    X, T = num_attention_rows(bucket, spec.chunk_tile), bucket.num_tokens
+    tokens_end = 3 * X + T
+    return (
+        packed_I[:X],
+        packed_I[X : 2 * X],
+        packed_I[2 * X : 3 * X],
+        packed_I[3 * X : tokens_end],
+        packed_I[tokens_end:].reshape(3, max_deltas(bucket, spec)),
+    )
+
+
+def _lay_out(plan: StepPlan, bucket: Bucket, tile: int) -> list[tuple[Chunk, int, int]]:
+    """Returns each chunk with its first attention row and its first token."""
+    placed = []
+    num_single, x = 0, bucket.decode_seqs
+    for chunk in plan.chunks:
+        if chunk.num_tokens == 1:
+            placed.append((chunk, num_single, num_single))
+            num_single += 1
+        else:
+            placed.append((chunk, x, bucket.decode_seqs + (x - bucket.decode_seqs) * tile))
+            x += -(-chunk.num_tokens // tile)
+    return placed

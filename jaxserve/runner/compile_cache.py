@@ -1,0 +1,78 @@
+"""The persistent compilation cache: where it lies, and JAX's settings while programs compile."""
+
+import contextlib
+import hashlib
+import logging
+import platform
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jaxlib
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxserve.runner.memory import read_cpu_flags
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def persistent_cache(root: Path | None) -> Iterator[None]:
+    """Has JAX keep what is compiled inside, however small, in a versioned folder under `root`.
+
+    A folder that cannot be used is a warning, never an error; so is an entry that cannot be read
+    (JAX warns, and compiles). JAX's own settings hold again afterwards.
+    """
+    folder = _usable_folder(root) if root else None
+    if folder is None:
+        yield
+        return
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        # Machine code of a process that was killed while writing must not be half an entry.
+        "jax_raise_persistent_cache_errors": False,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    _apply(settings)
+    try:
+        yield
+    finally:
+        _apply(before)
+
+
+def versioned_folder(root: Path) -> Path:
+    """Returns the folder for this jaxlib, this kind of device and this machine's features: code
+    compiled for other CPU features may not run here."""
+    device = jax.devices()[0]
+    facts = (
+        jaxlib.__version__,
+        device.platform,
+        device.device_kind,
+        device.client.platform_version,
+        platform.machine(),
+        *sorted(read_cpu_flags()),
+    )
+    digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:12]
+    return root / f"jaxlib-{jaxlib.__version__}-{device.platform}-{digest}"
+
+
+def _usable_folder(root: Path) -> Path | None:
+    folder = versioned_folder(root)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        logger.warning("compilation cache unusable folder=%s error=%r; compiling", folder, error)
+        return None
+    logger.info("compilation cache folder=%s", folder)
+    return folder
+
+
+def _apply(settings: dict[str, object]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # JAX looks at the folder once, unless told

@@ -1,0 +1,123 @@
+"""What fits the machine: dtypes, pages of the pool, the longest sequence."""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from jaxserve.config import GIB, Config
+from jaxserve.errors import CapacityError, ConfigError
+from jaxserve.runner.spec import DtypeName
+
+logger = logging.getLogger(__name__)
+
+CPU_POOL_BYTES = 1 * GIB  # a CPU backend has no memory statistics
+# Of what is left beside parameters and programs; the rest is for fragments of the allocator.
+POOL_FRACTION = 0.95
+_FAST_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+
+
+def read_cpu_flags() -> frozenset[str]:
+    """Returns the CPU's feature flags as the kernel spells them; empty where it tells none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        name, _, flags = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(flags.split())
+    return frozenset()
+
+
+def choose_dtypes(
+    config: Config, *, platform: str, cpu_flags: frozenset[str]
+) -> tuple[DtypeName, DtypeName]:
+    """Returns the dtype of weights and activations, and that of the pool.
+
+    auto: bfloat16 on an accelerator and on CPUs that multiply it in hardware; the pool follows,
+    but is float32 on CPU, where reading bfloat16 pages costs more than their size saves.
+    """
+    is_fast = platform != "cpu" or bool(cpu_flags & _FAST_BFLOAT16_FLAGS)
+    auto: DtypeName = "bfloat16" if is_fast else "float32"
+    dtype: DtypeName = auto if config.model.dtype == "auto" else config.model.dtype
+    auto_kv: DtypeName = "float32" if platform == "cpu" else dtype
+    return dtype, auto_kv if config.kv.dtype == "auto" else config.kv.dtype
+
+
+def choose_num_pages(config: Config, *, page_bytes: int, free_bytes: Callable[[], int]) -> int:
+    """Returns the pages of the pool: `kv.num_pages`, else `kv.pool_bytes`, else what is free.
+
+    Args:
+      free_bytes: asked only for the last.
+
+    Raises:
+      CapacityError: not even one page beside the padding page.
+    """
+    if config.kv.num_pages is not None:
+        return config.kv.num_pages
+    pool_bytes = config.kv.pool_bytes if config.kv.pool_bytes is not None else free_bytes()
+    num_pages = pool_bytes // page_bytes
+    if num_pages < 2:
+        raise CapacityError(
+            f"the KV pool has {pool_bytes} bytes, but two pages of {config.kv.page_size} tokens "
+            f"(one is padding) need {2 * page_bytes}; raise kv.pool_bytes, lower kv.page_size, or "
+            "free memory of the device"
+        )
+    return num_pages
+
+
+def free_device_bytes(stats: Mapping[str, int] | None, *, needed_bytes: int) -> int:
+    """Returns the bytes a pool may take of a device.
+
+    Args:
+      stats: the device's memory statistics; None where it has none.
+      needed_bytes: what parameters, state and the largest program need beside it.
+
+    Raises:
+      CapacityError: they alone do not fit.
+    """
+    if not stats or "bytes_limit" not in stats:
+        return CPU_POOL_BYTES
+    limit = stats["bytes_limit"]
+    if needed_bytes >= limit:
+        raise CapacityError(
+            f"parameters and programs need {needed_bytes} bytes, but the device offers {limit}; "
+            "use a smaller model or dtype, or lower buckets.chunk_tokens and scheduler.max_seqs"
+        )
+    return int((limit - needed_bytes) * POOL_FRACTION)
+
+
+def choose_max_model_tokens(
+    config: Config, *, model_limit: int, num_pages: int, page_bytes: int
+) -> int:
+    """Returns the longest prompt + output: as configured, else min(model, pool).
+
+    Args:
+      model_limit: positions the model was trained for.
+
+    Raises:
+      ConfigError: more than the model can.
+      CapacityError: one such sequence does not fit the pool.
+    """
+    page_size = config.kv.page_size
+    capacity = (num_pages - 1) * page_size
+    wanted = config.model.max_model_tokens
+    if wanted is not None and wanted > model_limit:
+        raise ConfigError(
+            f"model.max_model_tokens is {wanted}, but this model has {model_limit} positions; "
+            "lower it or leave it unset"
+        )
+    if (wanted is not None and wanted > capacity) or capacity < 2:
+        least = wanted or 2
+        num_bytes = (-(-least // page_size) + 1) * page_bytes
+        raise CapacityError(
+            f"one sequence of model.max_model_tokens = {least} does not fit the KV pool, which "
+            f"holds {capacity} tokens ({num_pages} pages of {page_size}, one of them padding); "
+            f"lower model.max_model_tokens or give the pool {num_bytes} bytes (kv.pool_bytes)"
+        )
+    chosen = wanted if wanted is not None else min(model_limit, capacity)
+    logger.info(
+        "kv pool pages=%d page_size=%d bytes=%d capacity_tokens=%d max_model_tokens=%d",
+        num_pages, page_size, num_pages * page_bytes, capacity, chosen,
+    )  # fmt: skip
+    return chosen

@@ -1,0 +1,210 @@
+"""The compiled programs of a runner: their keys, their compilation, and the guard after it."""
+
+import dataclasses
+import functools
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Literal
+
+import flax.traverse_util
+import jax
+from jax import ShapeDtypeStruct
+from jax import numpy as jnp
+
+from jaxserve.errors import RecompileError
+from jaxserve.metrics import Metrics
+from jaxserve.model.params import Params, abstract_params
+from jaxserve.plan import Bucket
+from jaxserve.runner import steps
+from jaxserve.runner.batch import packed_len
+from jaxserve.runner.buckets import BucketScheme, OutputBucket
+from jaxserve.runner.compile_cache import persistent_cache
+from jaxserve.runner.compile_watch import COMPILE_THREAD_PREFIX, CompileWatch
+from jaxserve.runner.spec import RunnerSpec
+from jaxserve.runner.state import COUNT_WIDTH, LOAD_WIDTH, add_counts, load_len, load_rows
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["init", "forward", "output", "row_load", "counts", "page_copy"]
+
+# Called after each program: programs done, of how many, the last one's name, its seconds.
+Progress = Callable[[int, int, str, float], None]
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class ProgramKey:
+    """Everything that changes a compiled program: equal keys are the same program."""
+
+    kind: Kind
+    spec: RunnerSpec
+    bucket: Bucket | OutputBucket | None = None
+
+    @property
+    def name(self) -> str:
+        match self.bucket:
+            case Bucket():
+                return f"{self.kind} {bucket_name(self.bucket)}"
+            case OutputBucket():
+                return f"{self.kind} {self.bucket.rows} {self.bucket.variant}"
+            case None:
+                return self.kind
+
+
+def bucket_name(bucket: Bucket) -> str:
+    """Returns the metrics' word for a forward bucket: `8x1+64`."""
+    return f"{bucket.decode_seqs}x{bucket.verify_tokens}+{bucket.chunk_tokens}"
+
+
+def program_keys(
+    spec: RunnerSpec, scheme: BucketScheme, *, has_copies: bool = False
+) -> tuple[ProgramKey, ...]:
+    """Returns the keys of every program that steps within the scheme can run; the slowest to
+    compile first, so that threads end together."""
+    forwards = sorted(scheme.forwards, key=lambda bucket: -bucket.num_tokens)
+    outputs = sorted(scheme.outputs, key=lambda bucket: -bucket.rows)
+    kinds: tuple[Kind, ...] = ("init", "row_load", "counts")
+    return (
+        *(ProgramKey(kind="forward", spec=spec, bucket=bucket) for bucket in forwards),
+        *(ProgramKey(kind="output", spec=spec, bucket=bucket) for bucket in outputs),
+        *(ProgramKey(kind=kind, spec=spec) for kind in kinds),
+        *([ProgramKey(kind="page_copy", spec=spec)] if has_copies else ()),
+    )
+
+
+class Programs:
+    """Compiled programs by key. Only these run in the step loop, and they never retrace.
+
+    After `forbid_compiles`, any other compile in the process is counted as a fault; threads that
+    compile programs for a runner are excepted.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._compiled: dict[ProgramKey, jax.stages.Compiled] = {}
+        self._watch = CompileWatch(metrics)
+        weakref.finalize(self, self._watch.close)
+
+    def __getitem__(self, key: ProgramKey) -> jax.stages.Compiled:
+        return self._compiled[key]
+
+    def compile_all(
+        self,
+        keys: Iterable[ProgramKey],
+        *,
+        num_threads: int,
+        cache_dir: Path | None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Compiles what is not compiled yet, in threads, and returns when all is done.
+
+        Args:
+          cache_dir: root of the persistent cache; None keeps nothing between starts.
+        """
+        missing = [key for key in keys if key not in self._compiled]
+        with (
+            persistent_cache(cache_dir),
+            ThreadPoolExecutor(num_threads, thread_name_prefix=COMPILE_THREAD_PREFIX) as pool,
+        ):
+            futures = {pool.submit(self._compile, key): key for key in missing}
+            try:
+                for num_done, future in enumerate(as_completed(futures), 1):
+                    key = futures[future]
+                    self._compiled[key], seconds = future.result()
+                    if progress:
+                        progress(num_done, len(missing), key.name, seconds)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _compile(self, key: ProgramKey) -> tuple[jax.stages.Compiled, float]:
+        started_s = time.monotonic()
+        num_hits_before = self._watch.num_hits_here
+        compiled = lower(key).compile()
+        is_hit = self._watch.num_hits_here > num_hits_before
+        seconds = time.monotonic() - started_s
+        self._metrics.compile_seconds.labels(kind=key.kind).inc(seconds)
+        if is_hit:
+            self._metrics.cache_hits.inc()
+        else:
+            self._metrics.compiles.labels(kind=key.kind).inc()
+        logger.info("compiled program=%r seconds=%.2f cached=%s", key.name, seconds, is_hit)
+        return compiled, seconds
+
+    def forbid_compiles(self) -> None:
+        """From now on a compile outside `compile_all` is a fault."""
+        self._watch.is_armed = True
+
+    def check_no_recompile(self) -> None:
+        """Raises RecompileError if there was such a compile."""
+        if self._watch.num_recompiles:
+            raise RecompileError(
+                f"{self._watch.num_recompiles} programs were compiled after warm-up, where "
+                "runner.forbid_recompile allows none; run what needs them before serving, or "
+                "find the shape that no bucket covers"
+            )
+
+
+def lower(key: ProgramKey) -> jax.stages.Lowered:
+    """Returns the traced program, with what it replaces donated."""
+    spec = key.spec
+    shape = functools.partial(ShapeDtypeStruct, dtype=jnp.int32)
+    kv, state, hidden_TD = jax.eval_shape(functools.partial(steps.init_arrays, spec=spec))
+    match key.kind, key.bucket:
+        case "init", None:
+            return _jit(steps.init_arrays).lower(spec=spec)
+        case "forward", Bucket() as bucket:
+            return _jit(steps.forward_step, "spec bucket", donate=(1, 2, 3)).lower(
+                abstract_tree(spec),
+                kv,
+                state.page_table_BP,
+                hidden_TD,
+                state.last_token_B,
+                shape((packed_len(bucket, spec),)),
+                spec=spec,
+                bucket=bucket,
+            )
+        case "output", OutputBucket() as bucket:
+            arguments = (
+                head_params(abstract_tree(spec)),
+                hidden_TD,
+                state.last_token_B,
+                state.sampling,
+                shape((3, bucket.rows)),
+            )
+            if bucket.variant == "full":
+                return _jit(steps.full_output_step, donate=(2, 3)).lower(*arguments, spec=spec)
+            return _jit(steps.output_step, "spec variant", donate=(2,)).lower(
+                *arguments, spec=spec, variant=bucket.variant
+            )
+        case "row_load", None:
+            packed_LI = shape((LOAD_WIDTH, load_len(spec)))
+            return _jit(load_rows, donate=(0,)).lower(state, packed_LI, spec=spec)
+        case "counts", None:
+            triples_3I = shape((3, COUNT_WIDTH))
+            return _jit(add_counts, "", donate=(0,)).lower(state.sampling.counts_BV, triples_3I)
+        case "page_copy", None:
+            return _jit(steps.copy_pages, "", donate=(0,)).lower(kv, shape((2, steps.COPY_WIDTH)))
+    raise AssertionError(f"no such program: {key}")
+
+
+def _jit(
+    function: Callable[..., object], static: str = "spec", *, donate: tuple[int, ...] = ()
+) -> jax.stages.Wrapped:
+    return jax.jit(function, static_argnames=static.split(), donate_argnums=donate)
+
+
+def abstract_tree(spec: RunnerSpec) -> Params:
+    """Returns the shapes of the parameters, nested as the parameters are."""
+    flat = abstract_params(spec.model, spec.dtype)
+    shapes = {path: ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat.items()}
+    nested: Params = flax.traverse_util.unflatten_dict(shapes, sep="/")
+    return nested
+
+
+def head_params(params: Params) -> Params:
+    """Returns the parameters outside the layers: all that the output programs read."""
+    return {name: leaf for name, leaf in params.items() if name != "layers"}

@@ -1,0 +1,120 @@
+"""The sizes of a runner: pool, context and buckets, found in that order."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from jaxserve.config import Config
+from jaxserve.model.config import ModelConfig
+from jaxserve.model.params import num_param_bytes
+from jaxserve.runner.buckets import BucketScheme, build_scheme
+from jaxserve.runner.memory import choose_max_model_tokens, choose_num_pages, free_device_bytes
+from jaxserve.runner.programs import ProgramKey, Programs, program_keys
+from jaxserve.runner.spec import MAX_EOS_IDS, DtypeName, RunnerSpec, bytes_of_page
+from jaxserve.runner.steps import init_arrays
+
+# Compiles programs, to be measured.
+Compile = Callable[[tuple[ProgramKey, ...]], None]
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class RunnerSizes:
+    """What start-up worked out."""
+
+    spec: RunnerSpec
+    scheme: BucketScheme
+    max_model_tokens: int
+
+
+def size_runner(
+    model: ModelConfig,
+    config: Config,
+    *,
+    dtypes: tuple[DtypeName, DtypeName],
+    programs: Programs,
+    compile_keys: Compile,
+) -> RunnerSizes:
+    """Returns the sizes. Programs are compiled only where the pool's depends on what they need.
+
+    Args:
+      dtypes: of the weights and of the pool.
+      compile_keys: puts programs into `programs`.
+
+    Raises:
+      CapacityError: parameters, programs or one full-length sequence do not fit.
+      ConfigError: sizes that contradict each other or the model.
+    """
+    page_bytes = bytes_of_page(model, page_size=config.kv.page_size, kv_dtype=dtypes[1])
+
+    def find_free_bytes() -> int:
+        stats = jax.devices()[0].memory_stats()
+        needed = _needed_bytes(model, config, dtypes, programs, compile_keys) if stats else 0
+        return free_device_bytes(stats, needed_bytes=needed)
+
+    num_pages = choose_num_pages(config, page_bytes=page_bytes, free_bytes=find_free_bytes)
+    max_model_tokens = choose_max_model_tokens(
+        config, model_limit=model.max_position, num_pages=num_pages, page_bytes=page_bytes
+    )
+    return _build_sizes(model, config, dtypes, num_pages, max_model_tokens)
+
+
+def _build_sizes(
+    model: ModelConfig,
+    config: Config,
+    dtypes: tuple[DtypeName, DtypeName],
+    num_pages: int,
+    max_model_tokens: int,
+) -> RunnerSizes:
+    scheme = build_scheme(
+        config,
+        max_model_tokens=max_model_tokens,
+        # One-row products in bfloat16 are ten times slower than two-row ones in XLA:CPU.
+        min_rows=2 if jax.default_backend() == "cpu" else 1,
+    )
+    spec = RunnerSpec(
+        model=model,
+        dtype=dtypes[0],
+        kv_dtype=dtypes[1],
+        page_size=config.kv.page_size,
+        pages_per_seq=-(-max_model_tokens // config.kv.page_size),
+        num_pages=num_pages,
+        max_seqs=config.scheduler.max_seqs,
+        max_step_tokens=scheme.max_tokens,
+        chunk_tile=config.buckets.chunk_tile,
+        max_chunks=config.scheduler.max_chunks,
+        max_logit_bias=config.limits.max_logit_bias,
+        max_ban_ids=config.limits.max_stop_token_ids + MAX_EOS_IDS,
+        attention="xla" if config.runner.attention == "auto" else config.runner.attention,
+    )
+    return RunnerSizes(spec=spec, scheme=scheme, max_model_tokens=max_model_tokens)
+
+
+def _needed_bytes(
+    model: ModelConfig,
+    config: Config,
+    dtypes: tuple[DtypeName, DtypeName],
+    programs: Programs,
+    compile_keys: Compile,
+) -> int:
+    """Returns what parameters, state and the hungriest program take beside the pool, measured on
+    the largest programs over a pool of one sequence."""
+    max_model_tokens = config.model.max_model_tokens or model.max_position
+    num_pages = 1 + -(-max_model_tokens // config.kv.page_size)
+    sizes = _build_sizes(model, config, dtypes, num_pages, max_model_tokens)
+    keys = program_keys(sizes.spec, sizes.scheme)
+    largest = tuple(next(key for key in keys if key.kind == kind) for kind in ("forward", "output"))
+    compile_keys(largest)
+    program_bytes = max(_extra_bytes(programs[key]) for key in largest)
+    _, state, hidden_TD = jax.eval_shape(lambda: init_arrays(spec=sizes.spec))
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state, hidden_TD)))
+    return num_param_bytes(model, dtypes[0]) + held + program_bytes
+
+
+def _extra_bytes(compiled: jax.stages.Compiled) -> int:
+    """Returns the bytes a program needs beside its arguments."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return 0
+    new_output = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(memory.temp_size_in_bytes + new_output + memory.generated_code_size_in_bytes)

@@ -1,0 +1,53 @@
+"""Everything about a runner that changes its compiled programs, in one hashable record."""
+
+import dataclasses
+from typing import Literal
+
+from jaxserve.model.config import ModelConfig
+
+DtypeName = Literal["float32", "bfloat16"]
+
+_DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
+
+# EOS ids that a model may add to a request's stop ids.
+MAX_EOS_IDS = 16
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class RunnerSpec:
+    """The sizes and kinds that all programs of a runner share. Equal specs share programs.
+
+    Attributes:
+      max_seqs: state rows.
+      pages_per_seq: width of the page table: pages of the longest sequence.
+      num_pages: pages of the pool, the padding page 0 among them.
+      max_step_tokens: rows of the hidden-state buffer.
+      max_ban_ids: ids that a request may hold off (stop ids and EOS) while it has few outputs.
+      attention: the implementation, already chosen.
+    """
+
+    model: ModelConfig
+    dtype: DtypeName
+    kv_dtype: DtypeName
+    page_size: int
+    pages_per_seq: int
+    num_pages: int
+    max_seqs: int
+    max_step_tokens: int
+    chunk_tile: int
+    max_chunks: int
+    max_logit_bias: int
+    max_ban_ids: int
+    attention: Literal["reference", "xla"]
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of one layer's pool, ``kv_C2KRH``."""
+        model = self.model
+        return (self.num_pages, 2, model.num_kv_heads, self.page_size, model.head_dim)
+
+
+def bytes_of_page(model: ModelConfig, *, page_size: int, kv_dtype: DtypeName) -> int:
+    """Returns the bytes of one page over all layers."""
+    numbers = 2 * model.num_kv_heads * page_size * model.head_dim
+    return model.num_layers * numbers * _DTYPE_BYTES[kv_dtype]

@@ -1,0 +1,166 @@
+"""The bucket scheme: which shapes are compiled, and which one a step gets."""
+
+import itertools
+
+import pytest
+
+from jaxserve.config import Config
+from jaxserve.errors import ConfigError
+from jaxserve.plan import Bucket
+from jaxserve.runner.buckets import (
+    VARIANTS,
+    BucketScheme,
+    OutputBucket,
+    Reach,
+    Variant,
+    build_scheme,
+)
+
+
+def _bucket(decode_seqs: int, chunk_tokens: int = 0) -> Bucket:
+    return Bucket(decode_seqs=decode_seqs, verify_tokens=1, chunk_tokens=chunk_tokens)
+
+
+def _scheme(
+    *, max_model_tokens: int = 1024, min_rows: int = 2, **sections: dict[str, object]
+) -> BucketScheme:
+    config = Config.model_validate(sections)
+    return build_scheme(config, max_model_tokens=max_model_tokens, min_rows=min_rows)
+
+
+def _reach(prompt_len: int, max_tokens: int, variant: Variant = "greedy") -> Reach:
+    return Reach(prompt_len=prompt_len, max_tokens=max_tokens, variant=variant)
+
+
+def test_the_default_scheme_is_eleven_forwards_and_fifteen_outputs() -> None:
+    scheme = _scheme()
+    decode = [_bucket(n) for n in (2, 4, 8, 16, 32)]
+    mixed = [_bucket(n, c) for n in (8, 32) for c in (64, 128, 256)]
+    assert set(scheme.forwards) == {*decode, *mixed}
+    assert len(scheme.forwards) == 11
+    assert len(scheme.outputs) == 5 * 3
+    assert scheme.max_tokens == 32 + 256
+
+
+@pytest.mark.parametrize("max_seqs", [1, 2, 3, 8, 31, 33, 64])
+def test_every_step_within_the_limits_has_a_bucket(max_seqs: int) -> None:
+    scheme = _scheme(scheduler={"max_seqs": max_seqs})
+    limits = scheme.limits
+    assert limits.max_seqs == max_seqs
+    for rows, tiles in itertools.product(
+        range(limits.max_rows + 1), range(limits.max_chunk_tokens // limits.chunk_tile + 1)
+    ):
+        bucket = scheme.find_bucket(rows, tiles * limits.chunk_tile)
+        assert bucket.decode_seqs >= rows
+        assert bucket.chunk_tokens >= tiles * limits.chunk_tile
+    for rows, variant in itertools.product(range(max_seqs + 1), VARIANTS):
+        assert scheme.find_output(rows, variant).rows >= rows
+
+
+def test_the_smallest_bucket_that_fits_is_chosen() -> None:
+    scheme = _scheme()
+    assert scheme.find_bucket(1, 0) == _bucket(2)
+    assert scheme.find_bucket(2, 0) == _bucket(2)
+    assert scheme.find_bucket(3, 0) == _bucket(4)
+    assert scheme.find_bucket(0, 16) == _bucket(8, 64)
+    assert scheme.find_bucket(9, 80) == _bucket(32, 128)
+
+
+def test_the_maximum_is_always_a_size() -> None:
+    scheme = _scheme(scheduler={"max_seqs": 24})
+    assert _bucket(24) in scheme.forwards
+    assert _bucket(24, 256) in scheme.forwards
+    assert max(bucket.decode_seqs for bucket in scheme.forwards) == 24
+
+
+def test_no_program_has_one_row_where_that_is_slow() -> None:
+    scheme = _scheme(scheduler={"max_seqs": 1}, buckets={"decode_seqs": [1, 4]})
+    assert min(bucket.decode_seqs for bucket in scheme.forwards) == 2
+    assert min(bucket.rows for bucket in scheme.outputs) == 2
+    assert scheme.limits.max_seqs == 1
+
+
+def test_one_row_is_a_size_elsewhere() -> None:
+    scheme = _scheme(min_rows=1, buckets={"decode_seqs": [1, 4]})
+    assert scheme.find_bucket(1, 0) == _bucket(1)
+    assert scheme.find_output(1, "plain").rows == 1
+
+
+def test_a_geometric_list_is_expanded() -> None:
+    scheme = _scheme(buckets={"decode_seqs": {"first": 2, "last": 16, "ratio": 2}})
+    assert [b.decode_seqs for b in scheme.forwards if not b.chunk_tokens] == [2, 4, 8, 16, 32]
+
+
+def test_a_malformed_geometric_list_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 ≤ first ≤ last, ratio ≥ 2"):
+        _scheme(buckets={"decode_seqs": {"first": 2, "last": 16, "ratio": 1}})
+
+
+def test_chunk_sizes_are_whole_tiles() -> None:
+    scheme = _scheme(buckets={"chunk_tokens": [10, 33], "chunk_tile": 8})
+    assert {b.chunk_tokens for b in scheme.forwards} == {0, 16, 40}
+
+
+def test_without_capture_there_is_one_bucket_of_each_kind() -> None:
+    scheme = _scheme(buckets={"capture": False})
+    assert scheme.forwards == (_bucket(32), _bucket(32, 256))
+    assert {(b.rows, b.variant) for b in scheme.outputs} == {(32, v) for v in VARIANTS}
+    assert all(scheme.is_largest(bucket) for bucket in scheme.forwards)
+
+
+def test_without_chunking_the_largest_chunk_bucket_holds_a_whole_sequence() -> None:
+    scheme = _scheme(scheduler={"chunked_prefill": False}, max_model_tokens=1000)
+    assert {b.chunk_tokens for b in scheme.forwards} == {0, 64, 128, 256, 512, 1008}
+    assert scheme.limits.max_chunk_tokens == 1008
+
+
+def test_without_chunking_a_budget_below_a_sequence_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"max_step_tokens is 512.*1000 tokens"):
+        _scheme(
+            scheduler={"chunked_prefill": False, "max_step_tokens": 512}, max_model_tokens=1000
+        )
+
+
+def test_chunk_buckets_that_no_step_can_fill_are_left_out() -> None:
+    scheme = _scheme(max_model_tokens=24, scheduler={"max_chunks": 2})
+    assert {b.chunk_tokens for b in scheme.forwards} == {0, 64}
+
+
+def test_only_the_largest_of_a_kind_is_largest() -> None:
+    scheme = _scheme()
+    assert [b for b in scheme.forwards if scheme.is_largest(b)] == [_bucket(32), _bucket(32, 256)]
+
+
+def test_a_short_prompt_reaches_one_chunk_bucket_and_the_least_decode_bucket() -> None:
+    scheme = _scheme().reachable(_reach(65, 10, "plain"), max_step_tokens=None)
+    assert set(scheme.forwards) == {_bucket(2), _bucket(8, 128)}
+    assert scheme.outputs == (OutputBucket(rows=2, variant="plain"),)
+    assert scheme.limits.max_seqs == 1
+    assert scheme.limits.max_chunk_tokens == 128
+
+
+def test_a_prompt_of_one_token_reaches_no_chunk_bucket() -> None:
+    scheme = _scheme().reachable(_reach(1, 10), max_step_tokens=None)
+    assert scheme.forwards == (_bucket(2),)
+
+
+def test_one_token_of_output_after_a_chunk_reaches_no_decode_bucket() -> None:
+    scheme = _scheme().reachable(_reach(20, 1), max_step_tokens=None)
+    assert scheme.forwards == (_bucket(8, 64),)
+    assert scheme.find_bucket(1, 0) == _bucket(8, 64)
+
+
+def test_a_prompt_longer_than_the_budget_reaches_every_smaller_chunk() -> None:
+    scheme = _scheme().reachable(_reach(600, 10), max_step_tokens=128)
+    assert set(scheme.forwards) == {_bucket(2), _bucket(8, 64), _bucket(8, 128)}
+
+
+@pytest.mark.parametrize("wanted", VARIANTS)
+def test_a_missing_variant_is_replaced_by_one_that_can_do_more(wanted: Variant) -> None:
+    scheme = _scheme().reachable(_reach(20, 10, "full"), max_step_tokens=None)
+    assert scheme.find_output(1, wanted).variant == "full"
+
+
+def test_a_step_beyond_the_limits_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="33 one-token rows"):
+        _scheme().find_bucket(33, 0)

@@ -1,0 +1,108 @@
+"""What fits: dtypes, pool, context."""
+
+import pytest
+
+from jaxserve.config import GIB, Config
+from jaxserve.errors import CapacityError, ConfigError
+from jaxserve.runner import memory
+
+
+def _config(**sections: dict[str, object]) -> Config:
+    return Config.model_validate(sections)
+
+
+def _no_device() -> int:
+    raise AssertionError("the device must not be asked")
+
+
+@pytest.mark.parametrize(
+    ("platform", "flags", "want"),
+    [
+        ("cpu", {"avx2"}, ("float32", "float32")),
+        ("cpu", {"avx512_bf16"}, ("bfloat16", "float32")),
+        ("cpu", {"amx_bf16"}, ("bfloat16", "float32")),
+        ("gpu", set(), ("bfloat16", "bfloat16")),
+    ],
+)
+def test_auto_takes_bfloat16_where_the_machine_is_fast_at_it(
+    platform: str, flags: set[str], want: tuple[str, str]
+) -> None:
+    got = memory.choose_dtypes(_config(), platform=platform, cpu_flags=frozenset(flags))
+    assert got == want
+
+
+def test_a_given_dtype_holds_everywhere() -> None:
+    config = _config(model={"dtype": "float32"}, kv={"dtype": "bfloat16"})
+    for platform in ("cpu", "gpu"):
+        got = memory.choose_dtypes(config, platform=platform, cpu_flags=frozenset())
+        assert got == ("float32", "bfloat16")
+
+
+def test_pages_win_over_bytes_and_bytes_over_the_device() -> None:
+    both = _config(kv={"num_pages": 7, "pool_bytes": 1000})
+    assert memory.choose_num_pages(both, page_bytes=100, free_bytes=_no_device) == 7
+    only_bytes = _config(kv={"pool_bytes": 1000})
+    assert memory.choose_num_pages(only_bytes, page_bytes=99, free_bytes=_no_device) == 10
+    assert memory.choose_num_pages(_config(), page_bytes=99, free_bytes=lambda: 500) == 5
+
+
+def test_a_pool_of_less_than_two_pages_is_refused() -> None:
+    config = _config(kv={"pool_bytes": 199})
+    with pytest.raises(CapacityError, match=r"has 199 bytes.*need 200.*raise kv\.pool_bytes"):
+        memory.choose_num_pages(config, page_bytes=100, free_bytes=_no_device)
+
+
+def test_a_cpu_pool_is_one_gibibyte() -> None:
+    assert memory.free_device_bytes(None, needed_bytes=0) == GIB
+
+
+def test_a_device_pool_is_what_parameters_and_programs_leave() -> None:
+    free = memory.free_device_bytes({"bytes_limit": 1_000_000}, needed_bytes=400_000)
+    assert 0.9 * 600_000 <= free < 600_000
+
+
+def test_parameters_that_fill_the_device_are_refused() -> None:
+    with pytest.raises(CapacityError, match="need 1000000 bytes, but the device offers 999999"):
+        memory.free_device_bytes({"bytes_limit": 999_999}, needed_bytes=1_000_000)
+
+
+def _context(config: Config, *, model_limit: int = 2048, num_pages: int) -> int:
+    return memory.choose_max_model_tokens(
+        config, model_limit=model_limit, num_pages=num_pages, page_bytes=100
+    )
+
+
+def test_an_unset_context_is_the_lesser_of_model_and_pool() -> None:
+    config = _config(kv={"page_size": 16})
+    assert _context(config, num_pages=1000) == 2048
+    assert _context(config, num_pages=11) == 160
+
+
+def test_a_set_context_that_fits_is_kept() -> None:
+    config = _config(kv={"page_size": 4}, model={"max_model_tokens": 40})
+    assert _context(config, num_pages=11) == 40
+
+
+@pytest.mark.parametrize("num_pages", [9, 10])
+def test_a_context_one_page_short_is_refused(num_pages: int) -> None:
+    config = _config(kv={"page_size": 4}, model={"max_model_tokens": 40})
+    with pytest.raises(
+        CapacityError, match=rf"max_model_tokens = 40 .* holds {(num_pages - 1) * 4} tokens .* 1100"
+    ):
+        _context(config, num_pages=num_pages)
+
+
+def test_a_context_beyond_the_model_is_refused() -> None:
+    config = _config(model={"max_model_tokens": 4096})
+    with pytest.raises(ConfigError, match="is 4096, but this model has 2048 positions"):
+        _context(config, num_pages=1000)
+
+
+def test_the_capacity_is_logged_in_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        _context(_config(kv={"page_size": 16}), num_pages=11)
+    assert "capacity_tokens=160 max_model_tokens=160" in caplog.text
+
+
+def test_cpu_flags_are_read_where_the_system_has_them() -> None:
+    assert all(flag == flag.strip() for flag in memory.read_cpu_flags())
