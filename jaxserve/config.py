@@ -98,6 +98,18 @@ class BucketsSection(Section):
         True, description="Off: one maximal bucket of each kind (ablation)."
     )
 
+    @pydantic.field_validator("decode_seqs", "chunk_tokens", "chunk_decode_seqs", mode="before")
+    @classmethod
+    def _expand_geometric(cls, sizes: object) -> object:
+        """`{first = 2, last = 32, ratio = 2}` stands for [2, 4, 8, 16, 32]."""
+        match sizes:
+            case {"first": int(first), "last": int(last), "ratio": int(ratio), **rest}:
+                if rest or first < 1 or ratio < 2 or last < first:
+                    raise ValueError("a geometric list needs 1 ≤ first ≤ last, ratio ≥ 2, no more")
+                steps = range(last.bit_length())  # ratio is at least 2
+                return [first * ratio**n for n in steps if first * ratio**n <= last]
+        return sizes
+
     @pydantic.field_validator("decode_seqs", "chunk_tokens", "chunk_decode_seqs")
     @classmethod
     def _rising(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
