@@ -129,6 +129,8 @@ class Sequence:
         (placeholders: their values exist only on the device).
       pages: pool pages held, in position order.
       row: the state row owned while RUNNING.
+      last_step: step_id of the last plan it was in; 0 before the first.
+      num_lost: leading tokens that were computed before a preemption took their pages.
     """
 
     id: int
@@ -141,6 +143,8 @@ class Sequence:
     pages: list[int] = dataclasses.field(default_factory=list)
     row: int | None = None
     num_preemptions: int = 0
+    last_step: int = 0
+    num_lost: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,70 @@
+"""The sequences that hold a state row and pages, in the order in which they are paid."""
+
+import bisect
+from collections.abc import Iterator
+
+from jaxserve.request import Sequence, SequenceState
+from jaxserve.scheduler.page_pool import PagePool
+
+
+class RunningSet:
+    """Class by class, oldest first. Who is in it has a row; leaving it gives row and pages up."""
+
+    def __init__(self, pool: PagePool, *, num_rows: int) -> None:
+        self._pool = pool
+        self._sequences: list[Sequence] = []
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def __getitem__(self, index: int) -> Sequence:
+        return self._sequences[index]
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free_rows)
+
+    def start(self, sequence: Sequence) -> None:
+        sequence.row = self._free_rows.pop()
+        sequence.state = SequenceState.RUNNING
+        bisect.insort(self._sequences, sequence, key=_order)
+
+    def stop(self, sequence: Sequence) -> None:
+        """Takes row and pages back; a step in flight may still use them, and keeps its pages."""
+        assert sequence.row is not None
+        self._sequences.remove(sequence)
+        self._free_rows.append(sequence.row)
+        sequence.row = None
+        self._pool.release(reversed(sequence.pages), last_step=sequence.last_step)
+        sequence.pages.clear()
+        sequence.num_computed = 0
+
+    def get_victim(self) -> Sequence:
+        """Returns the youngest of the lowest class that will not leave by itself."""
+        return next(s for s in reversed(self._sequences) if not is_ending(s))
+
+    def count_ending(self) -> tuple[int, int]:
+        """Returns the rows and pages that come free with the steps in flight."""
+        ending = [sequence for sequence in self._sequences if is_ending(sequence)]
+        return len(ending), sum(len(sequence.pages) for sequence in ending)
+
+    def check(self) -> None:
+        """Asserts that every row is in one place, and the pool's pages are in these tables."""
+        self._pool.check([sequence.pages for sequence in self._sequences])
+        rows = [sequence.row for sequence in self._sequences] + self._free_rows
+        assert len(set(rows)) == len(rows), f"a row twice: {rows}"
+        assert None not in rows, f"running without a row: {rows}"
+        assert self._sequences == sorted(self._sequences, key=_order), "running is out of order"
+
+
+def is_ending(sequence: Sequence) -> bool:
+    """Whether the steps in flight sample the last token it may have; nothing is left to plan."""
+    return len(sequence.output) + sequence.num_in_flight >= sequence.request.max_tokens
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return -sequence.request.priority, sequence.id

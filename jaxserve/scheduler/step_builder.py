@@ -1,0 +1,136 @@
+"""One step in the making: what of its limits is left, and the plan that comes out."""
+
+from typing import Literal
+
+from jaxserve.plan import Chunk, RowLoad, StepLimits, StepPlan
+from jaxserve.request import Sequence
+
+RetireReason = Literal["pages", "rows", "results"]
+
+
+class StepBuilder:
+    """Keeps within the runner's limits and the token budget.
+
+    Attributes:
+      num_decoding: running sequences not looked at yet that owe one token; the budget keeps a
+        token for each, so that a long prompt does not stall them.
+      pages_are_short: an older sequence waits for pages, so no younger one may take any.
+      waits_for: what a launched step would bring, where something could not be planned.
+      num_promised: pages that the running prompts will still need.
+    """
+
+    def __init__(self, limits: StepLimits, *, max_tokens: int, max_chunks: int) -> None:
+        self.num_decoding = 0
+        self.pages_are_short = False
+        self.waits_for: RetireReason | None = None
+        self.num_promised = 0
+        self.num_chunked_prompts = 0
+        self.num_recomputed = 0
+        self._tile = limits.chunk_tile
+        self._tokens_left = max_tokens
+        self._rows_left = limits.max_rows
+        self._chunks_left = max_chunks
+        self._chunk_tokens_left = limits.max_chunk_tokens
+        self._singles: list[Chunk] = []
+        self._longer: list[Chunk] = []
+        self._row_loads: list[RowLoad] = []
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self._singles) + len(self._longer)
+
+    @property
+    def is_mixed(self) -> bool:
+        return bool(self._singles and self._longer)
+
+    def room_for(self, num_owed: int, split: bool) -> int:
+        """Returns how many of a sequence's owed tokens this step can take.
+
+        Args:
+          split: whether less than all is of any use.
+        """
+        room = min(num_owed, self._tokens_left)
+        if num_owed > 1:
+            room = min(room, self._tokens_left - self.num_decoding)
+        if room > 1:
+            tiles_left = self._chunk_tokens_left // self._tile if self._chunks_left else 0
+            room = min(room, tiles_left * self._tile)
+        if room == 1 and not self._rows_left:
+            room = 0
+        if room < num_owed and not split:
+            room = 0
+        return max(room, 0)
+
+    def add(self, sequence: Sequence, num_tokens: int, new_pages: list[int]) -> None:
+        """Plans a sequence's next tokens and moves it on; a running one gets its pages here."""
+        assert sequence.row is not None
+        start = sequence.num_computed
+        end = start + num_tokens
+        num_known = len(sequence.request.prompt) + len(sequence.output)
+        samples = end == sequence.num_tokens
+        chunk = Chunk(
+            sequence_id=sequence.id,
+            row=sequence.row,
+            start=start,
+            num_tokens=num_tokens,
+            token_ids=_token_ids(sequence, start, end) if end <= num_known else None,
+            samples=samples,
+            output_index=len(sequence.output) + sequence.num_in_flight if samples else 0,
+            new_pages=tuple(new_pages),
+            num_pages_before=len(sequence.pages),
+        )
+        sequence.pages += new_pages
+        self._spend(chunk)
+        if start == 0 and not samples and not sequence.num_preemptions:
+            self.num_chunked_prompts += 1
+        if start < sequence.num_lost:
+            self.num_recomputed += min(end, sequence.num_lost) - start
+        sequence.num_computed = end
+        sequence.num_in_flight += samples
+
+    def load_row(self, sequence: Sequence) -> None:
+        """Plans the filling of the row a sequence has just been given; its pages are in it."""
+        assert sequence.row is not None
+        request = sequence.request
+        is_counted = request.sampling.has_penalties
+        self._row_loads.append(
+            RowLoad(
+                sequence_id=sequence.id,
+                row=sequence.row,
+                pages=tuple(sequence.pages),
+                sampling=request.sampling,
+                seed=request.seed,
+                choice=sequence.choice,
+                stop_ids=tuple(request.stop_ids),
+                prompt=request.prompt if is_counted else (),
+                output=tuple(sequence.output) if is_counted else (),
+            )
+        )
+
+    def build(self, step_id: int, preempted: tuple[int, ...]) -> StepPlan:
+        return StepPlan(
+            step_id=step_id,
+            chunks=(*self._singles, *self._longer),
+            row_loads=tuple(self._row_loads),
+            preempted=preempted,
+        )
+
+    def _spend(self, chunk: Chunk) -> None:
+        self._tokens_left -= chunk.num_tokens
+        if chunk.num_tokens == 1:
+            self._rows_left -= 1
+            self._singles.append(chunk)
+            return
+        self._chunks_left -= 1
+        self._chunk_tokens_left -= -(-chunk.num_tokens // self._tile) * self._tile
+        self._longer.append(chunk)
+
+
+def _token_ids(sequence: Sequence, start: int, end: int) -> tuple[int, ...]:
+    prompt, output = sequence.request.prompt, sequence.output
+    num_prompt = len(prompt)
+    if end <= num_prompt:
+        return prompt[start:end]
+    if start >= num_prompt:
+        return tuple(output[start - num_prompt : end - num_prompt])
+    return (*prompt[start:], *output[: end - num_prompt])
