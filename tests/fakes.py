@@ -13,13 +13,46 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal
 
+import tokenizers
+
 from jaxserve.plan import Bucket, Chunk, RowLoad, StepLimits, StepPlan, StepResult
 from jaxserve.request import SamplingParams
+from jaxserve.text.token_bytes import byte_alphabet
+from jaxserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE: Final = 259  # 256 bytes and three special ids
 
+BOS_ID: Final = 256
+EOS_ID: Final = 257
+
+CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
 Script = Callable[[tuple[int, ...], int], "int | Literal['not_finite'] | None"]
 """(prompt, output index) → the token to give, "not_finite", or None for the hash."""
+
+
+def build_byte_tokenizer(
+    *, chat_template: str | None = CHAT_TEMPLATE, add_bos: bool = False
+) -> Tokenizer:
+    """Returns a real tokenizer without merges: ids 0 to 255 are bytes, then <s>, </s>, <pad>."""
+    vocab = dict(byte_alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>", "<pad>"])
+    return Tokenizer.from_backend(
+        backend,
+        bos_id=BOS_ID,
+        eos_ids=(EOS_ID,),
+        add_bos=add_bos,
+        chat_template=chat_template,
+        named_tokens={"bos_token": "<s>", "eos_token": "</s>"},
+    )
 
 
 class PlanError(AssertionError):
@@ -246,7 +279,8 @@ class FakeRunner:
         _require(len(set(rows)) == len(rows), "a row is in a plan once")
         loaded = {load.sequence_id for load in plan.row_loads}
         _require(loaded <= set(ids), "a loaded row computes in the same step")
-        _require(not set(plan.preempted) & set(ids), "a preempted sequence is not in the plan")
+        kept = (set(plan.preempted) & set(ids)) - loaded
+        _require(not kept, f"sequences {kept} lost their rows and run without a load")
 
     def _bucket(self, plan: StepPlan) -> Bucket:
         tile = self.limits.chunk_tile
