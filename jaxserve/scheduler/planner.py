@@ -143,6 +143,7 @@ class Planner:
             step.pages_are_short = True
             step.waits_for = "pages"
             return None
+        self._metrics.grown_pages.inc(num_needed)
         return self._allocate(num_needed)
 
     def _make_room_for_a_higher_class(self) -> None:
