@@ -1,0 +1,141 @@
+"""Whole engines on a fake runner, small enough that everything happens in them quickly (E0)."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from jaxserve.config import Config, KVSection, LimitsSection, RunnerSection, SchedulerSection
+from jaxserve.engine import Delta, Engine, EngineState, Event, Finished, ServedModel, Started
+from jaxserve.metrics import Metrics
+from jaxserve.plan import StepLimits, StepPlan
+from jaxserve.request import GenerationRequest, SamplingParams
+from tests.fakes import EOS_ID, VOCAB_SIZE, FakeRunner, Script, build_byte_tokenizer
+
+PAGE_SIZE: Final = 4
+NUM_PAGES: Final = 13  # 12 usable: 48 tokens
+MAX_MODEL_TOKENS: Final = 40
+LIMITS: Final = StepLimits(
+    max_rows=4, max_chunk_tokens=6, chunk_tile=2, max_chunks=2, max_seqs=4
+)
+
+
+class Clock:
+    """Time that stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def build_engine(
+    *,
+    script: Script | None = None,
+    bounds: LimitsSection | None = None,
+    scheduler: SchedulerSection | None = None,
+    step_limits: StepLimits = LIMITS,
+    num_pages: int = NUM_PAGES,
+    max_model_tokens: int = MAX_MODEL_TOKENS,
+    overlap: bool = True,
+    clock: Callable[[], float] | None = None,
+    on_launch: Callable[[StepPlan], None] | None = None,
+    on_result: Callable[[StepPlan], None] | None = None,
+    chat_template: str | None = None,
+) -> tuple[Engine, FakeRunner]:
+    """Returns an engine that is not started yet, and its runner."""
+    runner = FakeRunner(
+        limits=step_limits,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        script=script,
+        late_writes=True,
+        on_launch=on_launch,
+        on_result=on_result,
+    )
+    config = Config(
+        kv=KVSection(page_size=PAGE_SIZE),
+        scheduler=scheduler or SchedulerSection(max_seqs=step_limits.max_seqs),
+        runner=RunnerSection(overlap=overlap),
+        limits=bounds or LimitsSection(),
+    )
+    model = ServedModel(
+        name="bytes",
+        max_model_tokens=max_model_tokens,
+        vocab_size=VOCAB_SIZE,
+        eos_ids=frozenset({EOS_ID}),
+        has_chat_template=chat_template is not None,
+    )
+    engine = Engine(
+        runner=runner,
+        tokenizer=build_byte_tokenizer(chat_template=chat_template),
+        config=config,
+        model=model,
+        metrics=Metrics(),
+        clock=clock or Clock(),
+    )
+    return engine, runner
+
+
+@contextlib.contextmanager
+def serve(engine: Engine, runner: FakeRunner) -> Iterator[Engine]:
+    """Starts the engine, stops it at the end, and then counts everything it owned."""
+    engine.start()
+    try:
+        yield engine
+    finally:
+        runner.gate.set()
+        engine.stop()
+    if engine.state is EngineState.STOPPED:
+        check_idle(engine)
+    check_accounts(engine)
+
+
+def check_idle(engine: Engine) -> None:
+    """K1: no page, row or sequence is held by anybody."""
+    scheduler, pool = engine._scheduler, engine._pool
+    scheduler.check()
+    assert not scheduler.has_unfinished
+    assert (pool.num_held, pool.num_pending, pool.num_free) == (0, 0, pool.num_usable)
+    assert engine._by_sequence == {}
+    assert not engine._in_flight
+
+
+def check_accounts(engine: Engine) -> None:
+    """K5: every accepted request has ended, once, and nobody is counted in the queue."""
+    submitted = engine.metrics.value("requests_submitted_total")
+    assert engine.metrics.total("requests_finished_total") == submitted
+    intake = engine._intake
+    assert (intake._num_queued, intake._num_queued_tokens, len(intake.live())) == (0, 0, 0)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Output:
+    """A stream read to its end."""
+
+    started: Started
+    text: str
+    token_ids: list[int]
+    finished: Finished
+    deltas: list[Delta]
+
+
+def gather(events: Iterable[Event]) -> Output:
+    """Reads a stream that ends without an error, and checks its order (K3)."""
+    started, *deltas, finished = list(events)
+    assert isinstance(started, Started)
+    assert isinstance(finished, Finished)
+    output = Output(started=started, text="", token_ids=[], finished=finished, deltas=[])
+    for delta in deltas:
+        assert isinstance(delta, Delta)
+        output.text += delta.text
+        output.token_ids += delta.token_ids
+        output.deltas.append(delta)
+    return output
+
+
+def ask(prompt: str | tuple[int, ...], *, id: str = "", **sampling: object) -> GenerationRequest:
+    """Returns a greedy request for up to 8 tokens, unless told otherwise."""
+    params = {"temperature": 0.0, "max_tokens": 8, **sampling}
+    return GenerationRequest(prompt=prompt, id=id, sampling=SamplingParams(**params))  # type: ignore[arg-type]  # tests pass wrong ones on purpose
