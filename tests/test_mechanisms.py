@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.config import Config, load_config
+from jaxserve.engine import Delta, Engine, ServedModel
 from jaxserve.errors import ConfigError
 from jaxserve.mechanisms import (
     MECHANISMS,
@@ -17,8 +18,12 @@ from jaxserve.mechanisms import (
     check_mechanisms,
 )
 from jaxserve.metrics import Metrics
+from jaxserve.plan import StepLimits
+from jaxserve.request import GenerationRequest, SamplingParams
+from tests.fakes import VOCAB_SIZE, FakeRunner, build_byte_tokenizer
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+MAX_MODEL_TOKENS = 40
 # Keys with a choice that take nothing away: a precision, an implementation, a way to fail.
 NOT_MECHANISMS = {"model.dtype", "kv.dtype", "runner.attention", "runner.forbid_recompile"}
 SPARE = Mechanism(
@@ -96,3 +101,67 @@ def test_a_refused_pair_is_refused_with_its_reason() -> None:
 def test_a_pair_that_is_not_on_together_is_not_looked_at() -> None:
     config = load_config(flags={"runner.forbid_recompile": True})
     assert check_mechanisms(config, mechanisms=(MECHANISMS[0], SPARE)) == MECHANISMS[:1]
+
+
+def run_workload(config: Config) -> Metrics:
+    """Runs requests that can use every host-side mechanism, on a runner without a device."""
+    limits = StepLimits(
+        max_rows=2,
+        max_chunk_tokens=8 if config.scheduler.chunked_prefill else MAX_MODEL_TOKENS,
+        chunk_tile=2,
+        max_chunks=2,
+        max_seqs=2,
+    )
+    metrics = Metrics()
+    runner = FakeRunner(limits=limits, num_pages=32, page_size=config.kv.page_size)
+    engine = Engine(
+        runner=runner,
+        tokenizer=build_byte_tokenizer(),
+        config=config,
+        model=ServedModel(
+            name="bytes",
+            max_model_tokens=MAX_MODEL_TOKENS,
+            vocab_size=VOCAB_SIZE,
+            eos_ids=frozenset(),
+        ),
+        metrics=metrics,
+    )
+    runner.gate.clear()  # all are there before the first step ends
+    engine.start()
+    streams = [
+        engine.submit(
+            GenerationRequest(
+                prompt=f"request number {number}",
+                sampling=SamplingParams(temperature=0.0, max_tokens=6 + number),
+            )
+        )
+        for number in range(4)
+    ]
+    runner.gate.set()
+    for number, stream in enumerate(streams):
+        token_ids = [id for event in stream if isinstance(event, Delta) for id in event.token_ids]
+        assert len(token_ids) == 6 + number
+    engine.stop()
+    return metrics
+
+
+@pytest.mark.parametrize(
+    "mechanism", [row for row in MECHANISMS if row.name != "buckets"], ids=lambda row: row.name
+)
+def test_a_mechanism_counts_while_on_and_not_while_off(mechanism: Mechanism) -> None:
+    small = {"kv.page_size": 4, "scheduler.max_seqs": 2}
+    metrics = {
+        value: run_workload(load_config(flags={mechanism.key: value, **small}))
+        for value in (mechanism.on, mechanism.off)
+    }
+    for counter in mechanism.counters:
+        assert metrics[mechanism.on].total(counter) > 0
+        assert metrics[mechanism.off].total(counter) == 0
+
+
+def test_the_baseline_counts_nothing_but_what_it_keeps() -> None:
+    plain = load_config(CONFIGS / "baseline.toml", flags={"kv.page_size": 4})
+    metrics = run_workload(plain)
+    for mechanism in MECHANISMS:
+        for counter in mechanism.counters:
+            assert (metrics.total(counter) > 0) is mechanism.in_baseline
