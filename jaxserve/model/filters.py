@@ -1,0 +1,249 @@
+"""Top-k, top-p and min-p as one threshold per row, without sorting the vocabulary.
+
+A filter keeps the most likely ids, so what it keeps is: the ids whose key is at or above a
+threshold. A key is the score's bits in an order that unsigned comparison keeps; the three
+thresholds are keys, and the largest holds. Ids that tie with the threshold are all kept.
+
+A row whose threshold lies above its 65th score needs only its 64 best (`Candidates`). Otherwise
+the threshold is found bit by bit over all ids, exactly. Both ways give the same threshold, bit for
+bit, on any machine, because top-p's probabilities are summed as integers, which add up the same in
+any order.
+"""
+
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+MAX_CANDIDATES = 64
+CHUNK = 64
+SIGN = np.uint32(1 << 31)  # also the highest bit of a key
+KEY_BITS = 32
+Mass = tuple[jax.Array, jax.Array]
+
+
+@flax.struct.dataclass(kw_only=True)
+class Candidates:
+    """The best ids of each row, best first.
+
+    Attributes:
+      score_BJ, token_BJ: score and id.
+      outside_B: the best score that may stand outside; -inf where nothing does.
+    """
+
+    score_BJ: jax.Array
+    token_BJ: jax.Array
+    outside_B: jax.Array
+
+
+def key_of(score: jax.Array) -> jax.Array:
+    """Returns uint32 keys in the order of the scores; -0 and +0 get one key.
+
+    Positive floats rise with their bits, negative ones fall, so those are turned over::
+
+        score  -inf       -1.0       0.0        1.0
+        bits   ff800000   bf800000   00000000   3f800000
+        key    007fffff   407fffff   80000000   bf800000
+    """
+    bits = lax.bitcast_convert_type(jnp.where(score == 0, jnp.zeros_like(score), score), jnp.uint32)
+    return jnp.where(bits >= SIGN, ~bits, bits | SIGN)
+
+
+def find_candidates(score_BV: jax.Array) -> Candidates:
+    """Returns the `MAX_CANDIDATES` best of each row, exactly.
+
+    Through chunk maxima: the 65 best ids lie in the 65 chunks with the highest maxima. That reads
+    the row once instead of sorting it.
+    """
+    B, V = score_BV.shape
+    num_wanted = min(MAX_CANDIDATES + 1, V)
+    num_chunks = V // CHUNK
+    if num_chunks > num_wanted:
+        # Chunk c holds the ids c, c + num_chunks, …: its maximum is then over a leading axis.
+        score_BLC = score_BV.reshape(B, CHUNK, num_chunks)
+        _, chunk_BJ = lax.top_k(score_BLC.max(axis=1), num_wanted)
+        pool_BLJ = jnp.take_along_axis(score_BLC, chunk_BJ[:, None, :], axis=2)
+        first_L = num_chunks * jnp.arange(CHUNK, dtype=jnp.int32)
+        token_BLJ = first_L[None, :, None] + chunk_BJ[:, None, :]
+        score_BJ, place_BJ = lax.top_k(pool_BLJ.reshape(B, -1), num_wanted)
+        token_BJ = jnp.take_along_axis(token_BLJ.reshape(B, -1), place_BJ, axis=1)
+    else:
+        score_BJ, token_BJ = lax.top_k(score_BV, num_wanted)
+    if num_wanted <= MAX_CANDIDATES:
+        outside_B = jnp.full((B,), -jnp.inf, jnp.float32)
+    else:
+        outside_B = score_BJ[:, MAX_CANDIDATES]
+    return Candidates(
+        score_BJ=score_BJ[:, :MAX_CANDIDATES],
+        token_BJ=token_BJ[:, :MAX_CANDIDATES],
+        outside_B=outside_B,
+    )
+
+
+def find_thresholds(
+    score_BV: jax.Array,
+    candidates: Candidates,
+    *,
+    top_k_B: jax.Array,
+    top_p_B: jax.Array,
+    min_p_B: jax.Array,
+    is_greedy_B: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns each row's threshold as a key, and whether a row needed the exact search.
+
+    Args:
+      score_BV: scaled logits, 0 at each row's best.
+      top_k_B: below 1, or the vocabulary and more, is off.
+      top_p_B: 1 and more is off. Of what top-k left, as HF does it.
+      min_p_B: 0 and less is off.
+      is_greedy_B: rows that need no threshold, and never start the search.
+    """
+    V = score_BV.shape[1]
+    top_k_B = jnp.where((top_k_B < 1) | (top_k_B > V), V, top_k_B)
+    # p / p_best = exp(score): what top-k and top-p renormalize cancels out of the ratio.
+    min_p_key_B = key_of(jnp.where(min_p_B > 0.0, jnp.log(min_p_B), -jnp.inf))
+    mass_BV = mass_of(score_BV, num_tokens=V)
+    near_B, is_known_B = _thresholds_of_candidates(
+        candidates,
+        total_B=_sum_mass(mass_BV),
+        top_k_B=top_k_B,
+        top_p_B=top_p_B,
+        min_p_key_B=min_p_key_B,
+        num_tokens=V,
+    )
+    needs_search = jnp.any(~is_known_B & ~is_greedy_B)
+    threshold_B = lax.cond(
+        needs_search,
+        lambda: _thresholds_by_search(score_BV, mass_BV, top_k_B=top_k_B, top_p_B=top_p_B),
+        lambda: near_B,
+    )
+    return jnp.maximum(threshold_B, min_p_key_B), needs_search
+
+
+def _thresholds_of_candidates(
+    candidates: Candidates,
+    *,
+    total_B: Mass,
+    top_k_B: jax.Array,
+    top_p_B: jax.Array,
+    min_p_key_B: jax.Array,
+    num_tokens: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the thresholds of top-k and top-p, and which of them are right.
+
+    A threshold that lies somewhere below the candidates is given as 0, and is right if min-p cuts
+    above it.
+    """
+    key_BJ, outside_B = key_of(candidates.score_BJ), key_of(candidates.outside_B)
+    J = key_BJ.shape[1]
+    is_all_B = candidates.outside_B == -jnp.inf
+    kth_B1 = jnp.take_along_axis(key_BJ, jnp.minimum(top_k_B, J)[:, None] - 1, axis=1)
+    has_kth_B = (top_k_B < num_tokens) & (top_k_B <= J)
+    kth_B = jnp.where(has_kth_B, kth_B1[:, 0], jnp.uint32(0))
+
+    # What top-p is a share of: all ids, or the candidates that top-k keeps if it keeps no others.
+    mass_BJ = _keep_mass(
+        mass_of(candidates.score_BJ, num_tokens=num_tokens), key_BJ >= kth_B[:, None]
+    )
+    is_off_B = top_k_B == num_tokens
+    kept_B = _sum_mass(mass_BJ)
+    share_of_B = (
+        jnp.where(is_off_B, total_B[0], kept_B[0]),
+        jnp.where(is_off_B, total_B[1], kept_B[1]),
+    )
+    is_share_known_B = is_off_B | is_all_B | (has_kth_B & (kth_B > outside_B))
+    target_B = _target_mass(share_of_B, top_p_B, num_tokens=num_tokens)
+    sums_BJ = (jnp.cumsum(mass_BJ[0], axis=1), jnp.cumsum(mass_BJ[1], axis=1))
+    is_reached_BJ = _reaches(
+        sums_BJ, (target_B[0][:, None], target_B[1][:, None]), num_tokens=num_tokens
+    )
+    first_B1 = jnp.argmax(is_reached_BJ, axis=1, keepdims=True)
+    pth_B = jnp.take_along_axis(key_BJ, first_B1, axis=1)[:, 0]
+    is_reached_B = is_reached_BJ.any(axis=1)
+
+    has_top_p_B = top_p_B < 1.0
+    is_below_known_B = is_all_B | (min_p_key_B > outside_B)
+    threshold_B = jnp.where(has_top_p_B, jnp.where(is_reached_B, pth_B, 0), kth_B)
+    is_known_B = jnp.where(
+        has_top_p_B,
+        is_share_known_B & (is_reached_B | is_below_known_B),
+        is_off_B | has_kth_B | is_below_known_B,
+    )
+    return threshold_B, is_known_B
+
+
+def _thresholds_by_search(
+    score_BV: jax.Array, mass_BV: Mass, *, top_k_B: jax.Array, top_p_B: jax.Array
+) -> jax.Array:
+    """Returns the thresholds of top-k and top-p: the highest keys above which there is enough."""
+    V = score_BV.shape[1]
+    key_BV = key_of(score_BV)
+    kth_B = _highest_key(
+        lambda key_B: (key_BV >= key_B[:, None]).sum(-1, dtype=jnp.int32) >= top_k_B, top_k_B.shape
+    )
+    kept_BV = _keep_mass(mass_BV, key_BV >= kth_B[:, None])
+    target_B = _target_mass(_sum_mass(kept_BV), top_p_B, num_tokens=V)
+
+    def has_share(key_B: jax.Array) -> jax.Array:
+        above_BV = _keep_mass(kept_BV, key_BV >= key_B[:, None])
+        return _reaches(_sum_mass(above_BV), target_B, num_tokens=V)
+
+    pth_B = _highest_key(has_share, top_p_B.shape)
+    return jnp.where(top_p_B < 1.0, jnp.maximum(kth_B, pth_B), kth_B)
+
+
+def _highest_key(has_enough: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    """Returns the highest key that has enough, bit by bit from the top; 0 if none has."""
+
+    def try_bit(place: jax.Array, key_B: jax.Array) -> jax.Array:
+        trial_B = key_B | (SIGN >> place.astype(jnp.uint32))
+        return jnp.where(has_enough(trial_B), trial_B, key_B)
+
+    key_B: jax.Array = lax.fori_loop(0, KEY_BITS, try_bit, jnp.zeros(shape, jnp.uint32))
+    return key_B
+
+
+def mass_of(score: jax.Array, *, num_tokens: int) -> Mass:
+    """Returns exp(score), for scores ≤ 0, as a fixed-point number of two int32 digits.
+
+    A digit is as wide as sums over the vocabulary allow: 15 bits for 49,152 ids, so that the mass
+    is exact to 2^-30 of the best id's.
+    """
+    base = np.float32(1 << _digit_bits(num_tokens))
+    scaled = jnp.exp(score) * base
+    high = jnp.floor(scaled)
+    low = jnp.floor((scaled - high) * base)
+    return high.astype(jnp.int32), low.astype(jnp.int32)
+
+
+def _digit_bits(num_tokens: int) -> int:
+    return 31 - num_tokens.bit_length()
+
+
+def _keep_mass(mass: Mass, is_kept: jax.Array) -> Mass:
+    return jnp.where(is_kept, mass[0], 0), jnp.where(is_kept, mass[1], 0)
+
+
+def _sum_mass(mass_BV: Mass) -> Mass:
+    return mass_BV[0].sum(-1), mass_BV[1].sum(-1)
+
+
+def _target_mass(total_B: Mass, top_p_B: jax.Array, *, num_tokens: int) -> Mass:
+    """Returns top_p of the total, as proper digits; at least the smallest mass there is."""
+    base = np.float32(1 << _digit_bits(num_tokens))
+    all_B = total_B[0].astype(jnp.float32) * base + total_B[1].astype(jnp.float32)
+    target_B = jnp.maximum(all_B * top_p_B, 1.0)
+    high_B = jnp.floor(target_B / base)
+    low_B = jnp.floor(target_B - high_B * base)
+    return high_B.astype(jnp.int32), low_B.astype(jnp.int32)
+
+
+def _reaches(mass: Mass, target: Mass, *, num_tokens: int) -> jax.Array:
+    """Returns whether a sum of digits, not yet carried, is at least the target."""
+    bits = _digit_bits(num_tokens)
+    high = mass[0] + (mass[1] >> bits)
+    low = mass[1] & np.int32((1 << bits) - 1)
+    return (high > target[0]) | ((high == target[0]) & (low >= target[1]))
