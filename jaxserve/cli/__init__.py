@@ -1,0 +1,1 @@
+"""The commands: arguments, terminal, exit codes. Nothing else reads flags or sets up logging."""

@@ -1,0 +1,103 @@
+"""`jaxserve`: the parser of all commands, logging, and the way from an error to an exit code."""
+
+import argparse
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+import jaxserve
+from jaxserve.cli import generate, serve
+from jaxserve.cli.exit_codes import INTERNAL, INTERRUPTED, PIPE_CLOSED, REFUSED, USAGE
+from jaxserve.errors import (
+    ConfigError,
+    EngineDeadError,
+    JaxserveError,
+    RecompileError,
+    ShapeError,
+)
+
+DESCRIPTION = """\
+A measured serving runtime for language models on one node.
+
+  jaxserve generate --chat --prompt "Name three rivers."
+  jaxserve serve --port 50051
+"""
+EPILOG = """\
+Exit codes: 0 done; 1 the input, the model or the machine will not do; 2 wrong usage or
+configuration; 70 internal error; 130 interrupted; 141 the reader of the output went away.
+Errors are one line on stderr.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code; `--help` and wrong usage raise SystemExit."""
+    if arguments is None:
+        sys.excepthook = _report_internal_error
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    _set_up_logging(options.log_level)
+    try:
+        return int(options.run(options))
+    except ConfigError as error:
+        return _fail(error, USAGE)
+    except (EngineDeadError, RecompileError, ShapeError) as error:
+        return _fail(error, INTERNAL)
+    except JaxserveError as error:
+        return _fail(error, REFUSED)
+    except KeyboardInterrupt:
+        print("jaxserve: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands; each sets `run` and `log_level`."""
+    parser = argparse.ArgumentParser(
+        prog="jaxserve",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    generate.add_parser(commands)
+    serve.add_parser(commands)
+    return parser
+
+
+def _version() -> str:
+    python = ".".join(map(str, sys.version_info[:3]))
+    jax = importlib.metadata.version("jax")
+    return f"jaxserve {jaxserve.__version__} (jax {jax}, Python {python})"
+
+
+def _set_up_logging(level: str) -> None:
+    logging.basicConfig(
+        level=logging.WARNING,  # of other libraries
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("jaxserve").setLevel(level.upper())
+
+
+def _fail(error: JaxserveError, code: int) -> int:
+    line = " ".join(str(error).split())
+    print(f"jaxserve: error: {line}", file=sys.stderr)
+    return code
+
+
+def _report_internal_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Has an error nobody foresaw end the process with INTERNAL, after its traceback."""
+    sys.__excepthook__(kind, error, trace)
+    print(f"jaxserve: internal error: {kind.__name__}: {error}", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(INTERNAL)

@@ -1,0 +1,53 @@
+"""What start-up shows on stderr: a bar on a terminal, a line per phase elsewhere."""
+
+import sys
+from types import TracebackType
+from typing import Self
+
+import rich.console
+import rich.progress
+
+
+class StartProgress:
+    """Shows loading and compiling until it is closed. Never writes to stdout.
+
+    A `with` block: whatever was drawn is cleared at its end, so that the output follows cleanly.
+    """
+
+    def __init__(self, *, is_quiet: bool = False) -> None:
+        self._is_quiet = is_quiet
+        console = rich.console.Console(stderr=True)
+        self._bar: rich.progress.Progress | None = None
+        if sys.stderr.isatty() and not is_quiet:
+            self._bar = rich.progress.Progress(
+                rich.progress.TextColumn("{task.description}"),
+                rich.progress.BarColumn(),
+                rich.progress.MofNCompleteColumn(),
+                rich.progress.TimeElapsedColumn(),
+                console=console,
+                transient=True,
+            )
+        self._tasks: dict[str, rich.progress.TaskID] = {}
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def __call__(self, phase: str, num_done: int, num_all: int) -> None:
+        """Says that `num_done` of `num_all` parts of `phase` are done."""
+        if self._bar:
+            if phase not in self._tasks:
+                self._tasks[phase] = self._bar.add_task(phase, total=num_all)
+            self._bar.update(self._tasks[phase], completed=num_done, total=num_all)
+        elif not self._is_quiet and num_done in (0, num_all):
+            print(f"{phase}: {num_done}/{num_all}", file=sys.stderr, flush=True)

@@ -1,0 +1,52 @@
+"""`jaxserve serve`: the gRPC server of one model, until a signal."""
+
+import argparse
+
+from jaxserve.cli import exit_codes
+from jaxserve.cli.options import add_model_options
+from jaxserve.config import load_config
+
+EPILOG = """\
+examples:
+  jaxserve serve
+  jaxserve serve path/to/model --dtype bfloat16 --host 0.0.0.0 --port 50051
+  jaxserve serve --config configs/baseline.toml
+
+The port is open at once; health says NOT_SERVING until the model is loaded and every program is
+compiled. The first SIGTERM or ctrl-C refuses new requests and lets running ones end
+(server.drain_timeout_s), the second ends them. There is no authentication: bind an address that
+only trusted clients reach.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command to the parser of all."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over gRPC",
+        description="Serve a model over gRPC (protos/jaxserve/v1), with health and reflection.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_model_options(parser, log_level="info")
+    parser.add_argument("--host", metavar="H", help="address to bind; over server.host")
+    parser.add_argument(
+        "--port", type=int, metavar="N", help="0 picks a free one; over server.port"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serves until a signal or a failure; returns the exit code."""
+    from jaxserve.engine.start import load_engine
+    from jaxserve.server.lifecycle import serve  # here: grpc, for this command only
+
+    flags = {
+        "model.dtype": options.dtype,
+        "server.host": options.host,
+        "server.port": options.port,
+    }
+    config = load_config(options.config, flags=flags)
+    has_failed = serve(lambda: load_engine(options.model, config), config) != 0
+    return exit_codes.INTERNAL if has_failed else exit_codes.OK
