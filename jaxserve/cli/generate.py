@@ -152,7 +152,8 @@ class Result:
 
 
 def _read(stream: Stream, *, echo: bool) -> Result:
-    text, token_ids, finished = "", [], None
+    text, finished = "", None
+    token_ids: list[int] = []
     for event in stream:
         if isinstance(event, Delta):
             text += event.text
