@@ -1,0 +1,1 @@
+"""Text and token ids: tokenizer, chat templates, detokenizing, stop strings. Host only."""

@@ -1,0 +1,40 @@
+"""Turns output token ids into text piece by piece."""
+
+import codecs
+from collections.abc import Iterable
+
+from jaxserve.text.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """The text of one output, released as soon as its bytes are complete.
+
+    Every piece is valid text: the bytes of a character that is not complete yet are held, and
+    `flush` gives U+FFFD for what never was completed. All pieces joined equal the one-shot decode
+    of all ids. The prompt plays no part, so nothing of it can appear. Work is constant a token: a
+    token's bytes do not depend on its neighbours.
+
+    A sentencepiece vocabulary writes the space before a word into the word, and `Tokenizer.decode`
+    drops the first one, because an encoded text begins with it. An output continues a text, so
+    here that space stays.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._separator = b""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Returns the text that these ids complete; unknown ids give none."""
+        pieces: list[bytes] = []
+        for token_id in token_ids:
+            piece = b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)
+            if piece:
+                pieces += (self._separator, piece)
+                self._separator = self._tokenizer.separator
+        return self._decoder.decode(b"".join(pieces))
+
+    def flush(self) -> str:
+        """Returns U+FFFD for bytes still held; the output ends here."""
+        return self._decoder.decode(b"", final=True)

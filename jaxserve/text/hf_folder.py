@@ -1,0 +1,129 @@
+"""Reads the tokenizer of a Hugging Face model folder."""
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken
+
+from jaxserve.errors import CheckpointError
+from jaxserve.text.backends import read_tokenizer_json
+from jaxserve.text.end_of_turn import find_end_of_turn_ids
+from jaxserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+TEMPLATE_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+def load_tokenizer(folder: Path, *, eos_ids: Iterable[int] = ()) -> Tokenizer:
+    """Returns the tokenizer of a folder with tokenizer.json and, mostly, tokenizer_config.json.
+
+    BOS goes before a raw text if `add_bos_token` says so; where it is absent, if tokenizer.json's
+    post-processor puts it there.
+
+    Args:
+      eos_ids: ids from the model's own configuration; the tokenizer's are added to them.
+
+    Raises:
+      CheckpointError: a file is missing, damaged or not supported.
+    """
+    backend = read_tokenizer_json(folder / "tokenizer.json")
+    settings = read_json_object(folder / "tokenizer_config.json")
+    named = _read_named_tokens(read_json_object(folder / "special_tokens_map.json"))
+    named |= _read_named_tokens(settings)
+    _add_missing_tokens(backend, settings, folder)
+    template = _read_template(folder, settings)
+    ids = {name: backend.token_to_id(token) for name, token in named.items()}
+    for name in ("bos_token", "eos_token"):
+        if name in named and ids[name] is None:
+            logger.warning("%s %r is not in the vocabulary of %s", name, named[name], folder)
+    eos_id = ids.get("eos_token")
+    return Tokenizer(
+        backend,
+        bos_id=ids.get("bos_token"),
+        eos_ids={
+            *eos_ids,
+            *([] if eos_id is None else [eos_id]),
+            *find_end_of_turn_ids(backend, template),
+        },
+        add_bos=_read_flag(settings, "add_bos_token", folder),
+        chat_template=template,
+        named_tokens=named,
+    )
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """Returns a JSON file's object; an absent file is an empty one.
+
+    Raises:
+      CheckpointError: the file is not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; get the file again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, but must be a JSON object")
+    return value
+
+
+def _read_named_tokens(settings: Mapping[str, object]) -> dict[str, str]:
+    """Returns the named tokens, each given as a string or as an object with "content"."""
+    named = {}
+    for name in TEMPLATE_NAMES:
+        value = settings.get(name)
+        token = value.get("content") if isinstance(value, dict) else value
+        if isinstance(token, str):
+            named[name] = token
+    return named
+
+
+def _read_flag(settings: Mapping[str, object], name: str, folder: Path) -> bool | None:
+    value = settings.get(name)
+    if value is None or isinstance(value, bool):
+        return value
+    raise CheckpointError(
+        f"{folder / 'tokenizer_config.json'}: {name} is {value!r}, but must be true or false"
+    )
+
+
+def _read_template(folder: Path, settings: Mapping[str, object]) -> str | None:
+    """Returns chat_template.jinja, else tokenizer_config's string, or the one named default."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {item.get("name"): item.get("template") for item in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, settings: Mapping[str, object], folder: Path
+) -> None:
+    """Add tokens that only tokenizer_config.json knows, and see that they get the ids it says."""
+    listed = settings.get("added_tokens_decoder")
+    if not isinstance(listed, dict):
+        return
+    for text_id, entry in sorted(listed.items(), key=lambda item: int(item[0])):
+        content = entry["content"]
+        if backend.token_to_id(content) is None:
+            flags = ("lstrip", "rstrip", "normalized", "single_word")
+            fields = {key: bool(entry[key]) for key in flags if key in entry}
+            token = AddedToken(content, special=bool(entry.get("special")), **fields)
+            add = backend.add_special_tokens if entry.get("special") else backend.add_tokens
+            add([token])
+        if backend.token_to_id(content) != int(text_id):
+            raise CheckpointError(
+                f"{folder}: tokenizer_config.json gives {content!r} the id {text_id}, but "
+                f"tokenizer.json gives {backend.token_to_id(content)}; get matching files"
+            )

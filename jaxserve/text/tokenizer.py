@@ -1,0 +1,265 @@
+"""Text to token ids and back, for one model."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+
+import tokenizers
+
+from jaxserve.errors import CheckpointError, InvalidRequestError, NoChatTemplateError
+from jaxserve.request import ChatPrompt
+from jaxserve.text.chat import ChatTemplate
+from jaxserve.text.shield import Shield, split_marked, strings_in
+from jaxserve.text.token_bytes import read_byte_rules
+
+NUM_UINT32 = 1 << 32
+
+
+class Tokenizer:
+    """One vocabulary with its special tokens and chat template. Immutable, for any thread.
+
+    BOS: `encode` puts it first where the model wants it (`add_bos`), unless the text already
+    spells it there; `encode_chat` never adds one, since a template writes its own. Nothing is
+    ever appended, and token ids given by a caller are not touched.
+
+    Special tokens: in a raw text they are parsed ("<s>" is one id). In a chat only those that the
+    template writes are; a caller's text never becomes one.
+
+    Attributes:
+      bos_id: None if there is none.
+      eos_ids: the ids that end an output, from all sources the loader knew.
+      add_bos: whether `encode` puts BOS (or the model's other prefix ids) first.
+      special_ids: left out of text by `skip_special_tokens`.
+      vocab_size: highest id + 1.
+      separator: bytes between tokens; empty but for word vocabularies.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None = None,
+        eos_ids: Iterable[int] = (),
+        add_bos: bool | None = None,
+        chat_template: str | None = None,
+        named_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        """Args:
+        add_bos: None asks the tokenizer's own post-processor.
+        named_tokens: what templates see, such as {"bos_token": "<s>"}.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        # Without added tokens: the same splits and merges, but no string is special.
+        self._plain = tokenizers.Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            self._plain.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            self._plain.pre_tokenizer = backend.pre_tokenizer
+        self._added = {
+            id: token.content for id, token in backend.get_added_tokens_decoder().items()
+        }
+        self.special_ids = frozenset(
+            id for id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.bos_id = bos_id
+        self.eos_ids = frozenset(eos_ids)
+        self._prefix_ids = self._find_prefix_ids(add_bos)
+        self.add_bos = bool(self._prefix_ids)
+        self.chat_template = chat_template
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._rules = read_byte_rules(backend)
+        self.separator = self._rules.separator
+        self._named_tokens = dict(named_tokens or {})
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_backend(
+        cls,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None = None,
+        eos_ids: Iterable[int] = (),
+        add_bos: bool | None = None,
+        chat_template: str | None = None,
+        named_tokens: Mapping[str, str] | None = None,
+    ) -> "Tokenizer":
+        """Returns a tokenizer around one of the `tokenizers` library, which it then owns."""
+        return cls(
+            backend,
+            bos_id=bos_id,
+            eos_ids=eos_ids,
+            add_bos=add_bos,
+            chat_template=chat_template,
+            named_tokens=named_tokens,
+        )
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 over everything that decides which ids a prompt becomes."""
+        rest = json.dumps(
+            [self.bos_id, sorted(self.eos_ids), self._prefix_ids, self.chat_template],
+            sort_keys=True,
+        )
+        return hashlib.sha256(f"{self._backend.to_str()}\0{rest}".encode()).hexdigest()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the ids of a raw text; special tokens in it are parsed.
+
+        Raises:
+          InvalidRequestError: the text is not valid Unicode.
+        """
+        return self.encode_with_offsets(text, add_special_tokens=add_special_tokens)[0]
+
+    def encode_with_offsets(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns ids and, for each, the [start, end) characters of the text it came from."""
+        _check_unicode(text)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        ids, offsets = encoding.ids, encoding.offsets
+        prefix = self._prefix_ids if add_special_tokens else []
+        if prefix and ids[: len(prefix)] != prefix:
+            return prefix + ids, [(0, 0)] * len(prefix) + offsets
+        return ids, offsets
+
+    def encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        """Returns the ids of a conversation rendered by the chat template.
+
+        Raises:
+          NoChatTemplateError: the model has no chat template.
+          InvalidRequestError: the template refuses the conversation, or a text in it cannot be
+            encoded as plain text.
+        """
+        messages = [
+            {"role": message.role, "content": message.content}
+            | ({"name": message.name} if message.name else {})
+            for message in prompt.messages
+        ]
+        texts = [*strings_in(messages), *strings_in(dict(prompt.template_kwargs))]
+        for text in texts:
+            _check_unicode(text)
+        mark = self._shield.pick_mark([*texts, self.chat_template or ""])
+        rendered = self._template.render(
+            self._shield.apply(messages, mark),
+            add_generation_prompt=prompt.add_generation_prompt,
+            variables=self._named_tokens | self._shield_kwargs(prompt.template_kwargs, mark),
+        )
+        ids: list[int] = []
+        for piece, is_callers in split_marked(rendered, mark):
+            ids += self._encode_plain(piece) if is_callers else self._encode_piece(piece, not ids)
+        return ids
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of ids; unknown ids give none, broken UTF-8 gives U+FFFD."""
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
+        pieces = [self.token_bytes(id) for id in token_ids if id not in skipped]
+        text = self.separator.join(piece for piece in pieces if piece).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self._rules.strips_first_space else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes a token stands for; none for an unknown id."""
+        piece = self._bytes.get(token_id)
+        if piece is None:
+            piece = self._bytes[token_id] = self._spell(token_id)
+        return piece
+
+    def _spell(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < NUM_UINT32 else None
+        return b"" if token is None else self._rules.spell(token)
+
+    def _find_prefix_ids(self, add_bos: bool | None) -> list[int]:
+        """Returns what goes before a raw text, by the model's flag, else its post-processor."""
+        if add_bos is False:
+            return []
+        if add_bos:
+            if self.bos_id is None:
+                raise CheckpointError(
+                    "the tokenizer says add_bos but names no BOS token; give it a bos_token "
+                    "(bos_token_id in GGUF), or set add_bos_token to false"
+                )
+            return [self.bos_id]
+        bare = self._backend.encode("a", add_special_tokens=False).ids
+        full = self._backend.encode("a", add_special_tokens=True).ids
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return full[:start]
+        return []
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        if self.chat_template is None:
+            raise NoChatTemplateError(
+                "this model has no chat template; send the prompt as text or token ids"
+            )
+        return ChatTemplate(self.chat_template)
+
+    @functools.cached_property
+    def _control_ids(self) -> frozenset[int]:
+        """Ids that a caller's text must not become: special, BOS and EOS tokens."""
+        named = {*self.eos_ids, *([] if self.bos_id is None else [self.bos_id])}
+        return self.special_ids | (named & self._added.keys())
+
+    @functools.cached_property
+    def _shield(self) -> Shield:
+        normalizer = self._backend.normalizer
+        return Shield(
+            (self._added[id] for id in self._control_ids if self._added[id]),
+            normalizer.normalize_str if normalizer is not None else None,
+        )
+
+    def _shield_kwargs(self, kwargs: Mapping[str, object], mark: str) -> dict[str, object]:
+        return {name: self._shield.apply(value, mark) for name, value in kwargs.items()}
+
+    @functools.cached_property
+    def _prefixes_space(self) -> bool:
+        """Whether a text's start is encoded with a space that is not in it (sentencepiece)."""
+        alone = self._plain.encode("a", add_special_tokens=False).ids
+        return self._plain.encode("\na", add_special_tokens=False).ids[-len(alone) :] != alone
+
+    def _encode_piece(self, text: str, is_first: bool) -> list[int]:
+        """Returns the ids of a rendered chat's piece in which special tokens are parsed."""
+        return self._encode_inside(self._backend, text, is_first)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Returns ids among which no special one is.
+
+        Raises:
+          InvalidRequestError: the vocabulary has no other spelling of this text.
+        """
+        ids = self._encode_inside(self._plain, text, False)
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        ids = [id for char in text for id in self._encode_inside(self._plain, char, False)]
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        raise InvalidRequestError(
+            f"the conversation contains {text!r}, which this tokenizer can only encode as a "
+            "special token; remove it",
+            field="chat.messages",
+        )
+
+    def _encode_inside(self, backend: tokenizers.Tokenizer, text: str, is_first: bool) -> list[int]:
+        """Returns the ids of a text that stands inside another: no space is put before it."""
+        if is_first or not self._prefixes_space:
+            return list(backend.encode(text, add_special_tokens=False).ids)
+        newline = self._plain.encode("\n", add_special_tokens=False).ids
+        ids = list(backend.encode("\n" + text, add_special_tokens=False).ids)
+        if ids[: len(newline)] == newline:
+            return ids[len(newline) :]
+        return list(backend.encode(text, add_special_tokens=False).ids)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the text is not valid Unicode at character {error.start}: "
+            "a lone surrogate; send well-formed text",
+            field="prompt",
+        ) from error
