@@ -83,7 +83,7 @@ class Planner:
         sequence.num_preemptions += 1
         self.running.stop(sequence)
         sequence.state = SequenceState.WAITING
-        self.waiting.append_first(sequence)
+        self.waiting.put_back(sequence)
         self._preempted.append(sequence.id)
         self._metrics.preemptions.inc()
 

@@ -1,6 +1,7 @@
 """The order in which waiting sequences are admitted: by priority class, then first come."""
 
 import bisect
+import itertools
 from collections import OrderedDict
 
 from jaxserve.request import Sequence
@@ -29,10 +30,13 @@ class WaitingQueue:
     def append(self, sequence: Sequence) -> None:
         self._insert(sequence)
 
-    def append_first(self, sequence: Sequence) -> None:
-        """Puts a preempted sequence back at the front of its class."""
+    def put_back(self, sequence: Sequence) -> None:
+        """Puts a preempted sequence at the front of its class, behind older preempted ones."""
         self._insert(sequence)
-        self._classes[sequence.request.priority].move_to_end(sequence.id, last=False)
+        members = self._classes[sequence.request.priority]
+        older = list(itertools.takewhile(lambda id_: id_ < sequence.id, members))
+        for id_ in (sequence.id, *reversed(older)):
+            members.move_to_end(id_, last=False)
 
     def remove(self, sequence: Sequence) -> None:
         priority = sequence.request.priority
