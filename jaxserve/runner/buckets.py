@@ -1,16 +1,16 @@
-"""The bounded list of padded shapes that are compiled, and the choice among them. Host only."""
+"""The bounded list of padded shapes that are compiled, and the choice among them."""
 
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
+from jaxserve.model.sampling import Variant
 from jaxserve.plan import Bucket, StepLimits
 
 # From the least the sampler can do to the most: each can stand in for those before it.
-Variant = Literal["greedy", "plain", "full"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 

@@ -13,11 +13,12 @@ from jaxserve.config import Config
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.params import Params
+from jaxserve.model.sampling import Variant
 from jaxserve.plan import Bucket, Chunk, PageCopy, RowLoad, StepLimits, StepPlan
 from jaxserve.request import SamplingParams
 from jaxserve.runner import state, steps
 from jaxserve.runner.batch import build_output_rows, build_packed, find_plan_bucket
-from jaxserve.runner.buckets import VARIANTS, Reach, Variant
+from jaxserve.runner.buckets import VARIANTS, Reach
 from jaxserve.runner.in_flight import LaunchedStep
 from jaxserve.runner.memory import choose_dtypes, read_cpu_flags
 from jaxserve.runner.programs import (

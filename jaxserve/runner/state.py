@@ -8,10 +8,9 @@ import numpy as np
 from jax import Array, lax
 from jax import numpy as jnp
 
-from jaxserve.model.sampling import SamplingRows
+from jaxserve.model.sampling import SamplingRows, Variant
 from jaxserve.plan import RowLoad
 from jaxserve.request import SamplingParams
-from jaxserve.runner.buckets import Variant
 from jaxserve.runner.spec import RunnerSpec
 from jaxserve.shapes import check_shapes
 

@@ -6,11 +6,10 @@ from jax import numpy as jnp
 
 from jaxserve.model import sampling as sampler
 from jaxserve.model.params import Params
-from jaxserve.model.sampling import SamplingRows
+from jaxserve.model.sampling import SamplingRows, Variant
 from jaxserve.model.transformer import forward, logits
 from jaxserve.plan import Bucket
 from jaxserve.runner.batch import unpack
-from jaxserve.runner.buckets import Variant
 from jaxserve.runner.spec import RunnerSpec
 from jaxserve.runner.state import RowState, gather_sampling, init_state
 from jaxserve.shapes import check_shapes

@@ -6,13 +6,13 @@ import pytest
 
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
+from jaxserve.model.sampling import Variant
 from jaxserve.plan import Bucket
 from jaxserve.runner.buckets import (
     VARIANTS,
     BucketScheme,
     OutputBucket,
     Reach,
-    Variant,
     build_scheme,
 )
 
@@ -116,9 +116,7 @@ def test_without_chunking_the_largest_chunk_bucket_holds_a_whole_sequence() -> N
 
 def test_without_chunking_a_budget_below_a_sequence_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_step_tokens is 512.*1000 tokens"):
-        _scheme(
-            scheduler={"chunked_prefill": False, "max_step_tokens": 512}, max_model_tokens=1000
-        )
+        _scheme(scheduler={"chunked_prefill": False, "max_step_tokens": 512}, max_model_tokens=1000)
 
 
 def test_chunk_buckets_that_no_step_can_fill_are_left_out() -> None:
