@@ -1,0 +1,1 @@
+"""The gRPC front end: protobuf in and out, one engine behind it."""

@@ -1,0 +1,107 @@
+"""Which fields of each request message work, and the refusal of all others by name."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from jaxserve.errors import UnsupportedError
+from jaxserve.gen import generation_pb2, model_pb2
+
+_CHAT: Final = frozenset(
+    f"chat{rest}"
+    for rest in (
+        "",
+        ".messages",
+        ".messages.role",
+        ".messages.content",
+        ".messages.name",
+        ".add_generation_prompt",
+        ".template_kwargs_json",
+    )
+)
+_CHAT_REFUSED: Final = frozenset(
+    {"chat.tools_json", "chat.messages.tool_call_id", "chat.messages.tool_calls_json"}
+)
+
+# Paths from the message, by its type. A path that is in neither table is refused too; the tests
+# walk the protos, so that a new field must be put in one of them.
+SUPPORTED: Final[Mapping[str, frozenset[str]]] = {
+    generation_pb2.GenerateRequest.DESCRIPTOR.full_name: _CHAT
+    | {
+        "request_id",
+        "model",
+        "text",
+        "token_ids",
+        "token_ids.ids",
+        "sampling",
+        "sampling.temperature",
+        "sampling.top_p",
+        "sampling.top_k",
+        "sampling.min_p",
+        "sampling.presence_penalty",
+        "sampling.frequency_penalty",
+        "sampling.repetition_penalty",
+        "sampling.seed",
+        "sampling.n",  # 1 alone: convert.py refuses more by name
+        "sampling.logit_bias",
+        "stop",
+        "stop.max_tokens",
+        "stop.min_tokens",
+        "stop.stop_strings",
+        "stop.stop_token_ids",
+        "stop.ignore_eos",
+        "stop.include_stop_text",
+        "output",
+        "output.omit_text",
+        "output.include_token_ids",
+        "output.skip_special_tokens",
+        "output.stream_interval",
+        "output.include_execution_info",
+        "priority",
+        "queue_timeout",
+    },
+    generation_pb2.TokenizeRequest.DESCRIPTOR.full_name: _CHAT
+    | {"model", "text", "add_special_tokens", "include_offsets"},
+    generation_pb2.DetokenizeRequest.DESCRIPTOR.full_name: frozenset(
+        {"model", "token_ids", "skip_special_tokens"}
+    ),
+    model_pb2.ListModelsRequest.DESCRIPTOR.full_name: frozenset(),
+    model_pb2.GetModelRequest.DESCRIPTOR.full_name: frozenset({"name"}),
+}
+REFUSED: Final[Mapping[str, frozenset[str]]] = {
+    generation_pb2.GenerateRequest.DESCRIPTOR.full_name: _CHAT_REFUSED
+    | {"output.echo", "output.logprobs", "output.prompt_logprobs"}
+    | {"structured_output", "adapter", "cache_salt"},
+    generation_pb2.TokenizeRequest.DESCRIPTOR.full_name: _CHAT_REFUSED,
+}
+
+
+def refuse_unsupported(message: Message) -> None:
+    """Checks every field that is set, at any depth.
+
+    Raises:
+      UnsupportedError: names the first field that this version does not support, or the number of
+        one that it does not know (a newer client's).
+    """
+    supported = SUPPORTED[message.DESCRIPTOR.full_name]
+    for path in _set_paths(message, ""):
+        if path not in supported:
+            raise UnsupportedError(
+                f"{path} is not supported by this version; leave it out", field=path
+            )
+
+
+def _set_paths(message: Message, prefix: str) -> Iterator[str]:
+    unknown = UnknownFieldSet(message)
+    for index in range(len(unknown)):
+        yield f"{prefix}{unknown[index].field_number}"
+    for field, value in message.ListFields():
+        path = f"{prefix}{field.name}"
+        yield path
+        entry = field.message_type
+        if entry is None or entry.GetOptions().map_entry or entry.file.package != "jaxserve.v1":
+            continue
+        for child in (value,) if isinstance(value, Message) else value:
+            yield from _set_paths(child, f"{path}.")

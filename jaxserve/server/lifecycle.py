@@ -1,0 +1,102 @@
+"""The life of a serving process: listen, load, serve, drain, leave with an exit code."""
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from jaxserve.config import Config
+from jaxserve.engine import Engine, EngineState
+from jaxserve.server.app import Server
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S: Final = 5.0  # for the last messages to leave, once every request has ended
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+def serve(load_engine: Callable[[], Engine], config: Config) -> int:
+    """Serves until a signal or a failure; returns the process's exit code.
+
+    The port is open at once, so that the process can be probed while `load_engine` works. The first
+    SIGTERM or SIGINT refuses new requests and lets running ones end for `server.drain_timeout_s`;
+    the rest end with a status. A second signal ends them now. Both exit with 0, a failed engine
+    with 1.
+
+    Args:
+      load_engine: called in a thread; its engine is started here if it is not yet.
+
+    Raises:
+      ConfigError: the address cannot be bound.
+      JaxserveError: what `load_engine` raised.
+    """
+    return asyncio.run(_Service(load_engine, config).run())
+
+
+class _Service:
+    """One server, one engine, and the signals that came."""
+
+    def __init__(self, load_engine: Callable[[], Engine], config: Config) -> None:
+        self._load_engine = load_engine
+        self._config = config
+        self._server = Server(config)
+        self._first_signal = asyncio.Event()
+        self._second_signal = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        await self._server.start()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            return await self._serve(await self._load())
+        finally:
+            await self._server.stop(0.0)
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: int) -> None:
+        logger.info("signal=%s", signal.Signals(number).name)
+        event = self._second_signal if self._first_signal.is_set() else self._first_signal
+        event.set()
+
+    async def _load(self) -> Engine:
+        """Returns the engine; a signal that comes before it ends the process."""
+        loader = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-load")
+        loaded = asyncio.get_running_loop().run_in_executor(loader, self._load_engine)
+        if not await _is_first(loaded, self._first_signal.wait()):
+            await self._server.stop(0.0)
+            logging.shutdown()
+            os._exit(0)  # an ordinary exit would wait for the compiler, which nothing can stop
+        return await loaded
+
+    async def _serve(self, engine: Engine) -> int:
+        if engine.state is EngineState.STARTING:
+            engine.start()
+        self._server.attach(engine)
+        logger.info("serving model=%s address=%s", engine.model.name, self._server.address)
+        ended = asyncio.create_task(self._server.wait_ended())
+        if not await _is_first(ended, self._first_signal.wait()):
+            await self._drain(engine)
+        await ended
+        await _is_first(asyncio.create_task(self._server.stop(FLUSH_S)), self._second_signal.wait())
+        return 1 if engine.state is EngineState.FAILED else 0
+
+    async def _drain(self, engine: Engine) -> None:
+        timeout_s = self._config.server.drain_timeout_s
+        logger.info("draining timeout_s=%.1f", timeout_s)
+        drained = asyncio.create_task(asyncio.to_thread(engine.drain, timeout_s))
+        if not await _is_first(drained, self._second_signal.wait()):
+            await asyncio.to_thread(engine.stop)
+        await drained
+
+
+async def _is_first(wanted: Awaitable[object], other: Coroutine[Any, Any, object]) -> bool:
+    """Waits for one of two; returns whether `wanted` is done, and gives `other` up."""
+    first, second = asyncio.ensure_future(wanted), asyncio.ensure_future(other)
+    await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+    second.cancel()
+    return first.done()
