@@ -4,10 +4,9 @@ A filter keeps the most likely ids, so what it keeps is: the ids whose key is at
 threshold. A key is the score's bits in an order that unsigned comparison keeps; the three
 thresholds are keys, and the largest holds. Ids that tie with the threshold are all kept.
 
-A row whose threshold lies above its 65th score needs only its 64 best (`Candidates`). Otherwise
-the threshold is found bit by bit over all ids, exactly. Both ways give the same threshold, bit for
-bit, on any machine, because top-p's probabilities are summed as integers, which add up the same in
-any order.
+A row whose threshold lies above its 65th score needs only its best 64 (`Candidates`). Otherwise
+the threshold is found bit by bit over all ids, exactly. Both ways give the same threshold, because
+top-p's probabilities are summed as integers, which add up to the same in any order.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,8 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-MAX_CANDIDATES = 64
+# 64, and one more that shows where they end.
+NUM_CANDIDATES = 65
 CHUNK = 64
 SIGN = np.uint32(1 << 31)  # also the highest bit of a key
 KEY_BITS = 32
@@ -31,7 +31,7 @@ class Candidates:
 
     Attributes:
       score_BJ, token_BJ: score and id.
-      outside_B: the best score that may stand outside; -inf where nothing does.
+      outside_B: no score outside is above this, the last candidate's; -inf where none is outside.
     """
 
     score_BJ: jax.Array
@@ -53,34 +53,28 @@ def key_of(score: jax.Array) -> jax.Array:
 
 
 def find_candidates(score_BV: jax.Array) -> Candidates:
-    """Returns the `MAX_CANDIDATES` best of each row, exactly.
+    """Returns the `NUM_CANDIDATES` best of each row, exactly.
 
-    Through chunk maxima: the 65 best ids lie in the 65 chunks with the highest maxima. That reads
-    the row once instead of sorting it.
+    Through chunk maxima: the 65 best ids lie in the 65 chunks with the highest maxima, which reads
+    the row once instead of sorting it. `top_k` puts the lower of two equals first, so the first
+    candidate is the lowest id among a row's best.
     """
     B, V = score_BV.shape
-    num_wanted = min(MAX_CANDIDATES + 1, V)
+    num_wanted = min(NUM_CANDIDATES, V)
     num_chunks = V // CHUNK
     if num_chunks > num_wanted:
-        # Chunk c holds the ids c, c + num_chunks, …: its maximum is then over a leading axis.
-        score_BLC = score_BV.reshape(B, CHUNK, num_chunks)
-        _, chunk_BJ = lax.top_k(score_BLC.max(axis=1), num_wanted)
-        pool_BLJ = jnp.take_along_axis(score_BLC, chunk_BJ[:, None, :], axis=2)
-        first_L = num_chunks * jnp.arange(CHUNK, dtype=jnp.int32)
-        token_BLJ = first_L[None, :, None] + chunk_BJ[:, None, :]
-        score_BJ, place_BJ = lax.top_k(pool_BLJ.reshape(B, -1), num_wanted)
-        token_BJ = jnp.take_along_axis(token_BLJ.reshape(B, -1), place_BJ, axis=1)
+        score_BLC = score_BV.reshape(B, num_chunks, CHUNK)
+        _, chunk_BJ = lax.top_k(score_BLC.max(axis=2), num_wanted)
+        pool_BJC = jnp.take_along_axis(score_BLC, chunk_BJ[:, :, None], axis=1)
+        score_BJ, place_BJ = lax.top_k(pool_BJC.reshape(B, -1), num_wanted)
+        best_chunk_BJ = jnp.take_along_axis(chunk_BJ, place_BJ // CHUNK, axis=1)
+        token_BJ = best_chunk_BJ * CHUNK + place_BJ % CHUNK
     else:
         score_BJ, token_BJ = lax.top_k(score_BV, num_wanted)
-    if num_wanted <= MAX_CANDIDATES:
-        outside_B = jnp.full((B,), -jnp.inf, jnp.float32)
-    else:
-        outside_B = score_BJ[:, MAX_CANDIDATES]
-    return Candidates(
-        score_BJ=score_BJ[:, :MAX_CANDIDATES],
-        token_BJ=token_BJ[:, :MAX_CANDIDATES],
-        outside_B=outside_B,
-    )
+    # Without the barrier XLA:CPU makes a full sort of a top_k that is sliced: ten times slower.
+    score_BJ, token_BJ = lax.optimization_barrier((score_BJ, token_BJ))
+    outside_B = score_BJ[:, -1] if num_wanted < V else jnp.full((B,), -jnp.inf, jnp.float32)
+    return Candidates(score_BJ=score_BJ, token_BJ=token_BJ, outside_B=outside_B)
 
 
 def find_thresholds(
@@ -105,22 +99,31 @@ def find_thresholds(
     top_k_B = jnp.where((top_k_B < 1) | (top_k_B > V), V, top_k_B)
     # p / p_best = exp(score): what top-k and top-p renormalize cancels out of the ratio.
     min_p_key_B = key_of(jnp.where(min_p_B > 0.0, jnp.log(min_p_B), -jnp.inf))
-    mass_BV = mass_of(score_BV, num_tokens=V)
+    zeros_B = jnp.zeros_like(top_k_B)
+    total_B = lax.cond(
+        jnp.any((top_p_B < 1.0) & (top_k_B == V)),
+        lambda: _sum_mass(mass_of(score_BV, num_tokens=V)),
+        lambda: (zeros_B, zeros_B),
+    )
     near_B, is_known_B = _thresholds_of_candidates(
         candidates,
-        total_B=_sum_mass(mass_BV),
+        total_B=total_B,
         top_k_B=top_k_B,
         top_p_B=top_p_B,
         min_p_key_B=min_p_key_B,
         num_tokens=V,
     )
-    needs_search = jnp.any(~is_known_B & ~is_greedy_B)
-    threshold_B = lax.cond(
-        needs_search,
-        lambda: _thresholds_by_search(score_BV, mass_BV, top_k_B=top_k_B, top_p_B=top_p_B),
-        lambda: near_B,
-    )
-    return jnp.maximum(threshold_B, min_p_key_B), needs_search
+    is_sought_B = ~is_known_B & ~is_greedy_B
+
+    def search(place: jax.Array, threshold_B: jax.Array) -> jax.Array:
+        row = sought_B[place]
+        threshold = search_threshold(score_BV[row], top_k=top_k_B[row], top_p=top_p_B[row])
+        return threshold_B.at[row].set(threshold)
+
+    # Row by row: most rows need no search, and one row's keys stay in a core's cache.
+    sought_B = jnp.nonzero(is_sought_B, size=is_sought_B.shape[0], fill_value=0)[0]
+    threshold_B = lax.fori_loop(0, is_sought_B.sum(dtype=jnp.int32), search, near_B)
+    return jnp.maximum(threshold_B, min_p_key_B), is_sought_B.any()
 
 
 def _thresholds_of_candidates(
@@ -175,35 +178,39 @@ def _thresholds_of_candidates(
     return threshold_B, is_known_B
 
 
-def _thresholds_by_search(
-    score_BV: jax.Array, mass_BV: Mass, *, top_k_B: jax.Array, top_p_B: jax.Array
-) -> jax.Array:
-    """Returns the thresholds of top-k and top-p: the highest keys above which there is enough."""
-    V = score_BV.shape[1]
-    key_BV = key_of(score_BV)
-    kth_B = _highest_key(
-        lambda key_B: (key_BV >= key_B[:, None]).sum(-1, dtype=jnp.int32) >= top_k_B, top_k_B.shape
-    )
-    kept_BV = _keep_mass(mass_BV, key_BV >= kth_B[:, None])
-    target_B = _target_mass(_sum_mass(kept_BV), top_p_B, num_tokens=V)
+def search_threshold(score_V: jax.Array, *, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Returns one row's threshold of top-k and top-p: the highest key at or above which is enough.
 
-    def has_share(key_B: jax.Array) -> jax.Array:
-        above_BV = _keep_mass(kept_BV, key_BV >= key_B[:, None])
-        return _reaches(_sum_mass(above_BV), target_B, num_tokens=V)
+    Found exactly, over all ids, one bit of the key at a time.
+    """
+    V = score_V.shape[0]
+    key_V = key_of(score_V)
 
-    pth_B = _highest_key(has_share, top_p_B.shape)
-    return jnp.where(top_p_B < 1.0, jnp.maximum(kth_B, pth_B), kth_B)
+    def search_top_k() -> jax.Array:
+        return _highest_key(lambda key: (key_V >= key).sum(dtype=jnp.int32) >= top_k)
+
+    kth = lax.cond(top_k < V, search_top_k, lambda: jnp.uint32(0))
+
+    def search_top_p() -> jax.Array:
+        mass_V = _keep_mass(mass_of(score_V, num_tokens=V), key_V >= kth)
+        target = _target_mass(_sum_mass(mass_V), top_p, num_tokens=V)
+        return _highest_key(
+            lambda key: _reaches(_sum_mass(_keep_mass(mass_V, key_V >= key)), target, num_tokens=V)
+        )
+
+    pth = lax.cond(top_p < 1.0, search_top_p, lambda: jnp.uint32(0))
+    return jnp.maximum(kth, pth)
 
 
-def _highest_key(has_enough: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+def _highest_key(has_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Returns the highest key that has enough, bit by bit from the top; 0 if none has."""
 
-    def try_bit(place: jax.Array, key_B: jax.Array) -> jax.Array:
-        trial_B = key_B | (SIGN >> place.astype(jnp.uint32))
-        return jnp.where(has_enough(trial_B), trial_B, key_B)
+    def try_bit(place: jax.Array, key: jax.Array) -> jax.Array:
+        trial = key | (SIGN >> place.astype(jnp.uint32))
+        return jnp.where(has_enough(trial), trial, key)
 
-    key_B: jax.Array = lax.fori_loop(0, KEY_BITS, try_bit, jnp.zeros(shape, jnp.uint32))
-    return key_B
+    key: jax.Array = lax.fori_loop(0, KEY_BITS, try_bit, jnp.uint32(0))
+    return key
 
 
 def mass_of(score: jax.Array, *, num_tokens: int) -> Mass:
