@@ -1,0 +1,136 @@
+"""What is known of a model before its weights are read."""
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+from jaxserve.model.config import ModelConfig
+from jaxserve.text.tokenizer import Tokenizer
+
+# Called with bytes of weights done and bytes in all.
+Progress = Callable[[int, int], None]
+# Nested dicts by the parts of a parameter's path; a leaf is a numpy array.
+NumpyParams = dict[str, Any]
+# np.float32 or ml_dtypes.bfloat16, or an instance of either's dtype.
+WeightDtype = type[Any] | np.dtype[Any] | str
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class SamplingDefaults:
+    """What the model's makers suggest where a request says nothing; None is no suggestion."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def as_params(self) -> dict[str, float | int]:
+        """Returns the suggestions by `SamplingParams` field name."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelHeader:
+    """A model without its weights.
+
+    Attributes:
+      name: what it is served as, if nothing else is said.
+      eos_ids: the union of all sources; the tokenizer has the same.
+      quantization: how the file stores most of its weight bytes, such as "Q4_1" or "BF16".
+      weight_files: what `digest` is taken over.
+    """
+
+    name: str
+    architecture: str
+    config: ModelConfig
+    tokenizer: Tokenizer
+    eos_ids: frozenset[int]
+    defaults: SamplingDefaults
+    quantization: str
+    weight_files: tuple[Path, ...]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 over the weight files; reads them all, so the first call takes a while."""
+        whole = hashlib.sha256()
+        for path in self.weight_files:
+            with path.open("rb") as file:
+                whole.update(hashlib.file_digest(file, "sha256").digest())
+        return whole.hexdigest()
+
+
+class ModelSource(Protocol):
+    """A place that holds one model. Real sides: a GGUF file and a Hugging Face folder."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def load_header(self) -> ModelHeader:
+        """Read everything but the weights.
+
+        Raises:
+          CheckpointError: something is missing, damaged or not supported.
+        """
+        ...
+
+    def load_params(self, dtype: WeightDtype, progress: Progress | None = None) -> NumpyParams:
+        """Read the weights as `abstract_params(config, dtype)` describes them, nested.
+
+        Raises:
+          CheckpointError: as for `load_header`.
+        """
+        ...
+
+
+def read_sampling_defaults(settings: Mapping[str, object], where: str) -> SamplingDefaults:
+    """Returns what a generation_config.json suggests; `do_sample` false is temperature 0.
+
+    Raises:
+      CheckpointError: a value is not a number, or is out of range.
+    """
+    limits = {
+        "temperature": (0.0, math.inf),
+        "top_p": (0.0, 1.0),
+        "min_p": (0.0, 1.0),
+        "repetition_penalty": (0.0, math.inf),
+        "top_k": (0, 1 << 31),
+    }
+    found: dict[str, Any] = {}
+    for name, (low, high) in limits.items():
+        value = settings.get(name)
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= float(str(value)) <= high:
+            raise CheckpointError(
+                f"{where}: {name} is {value!r}, but must be a number from {low} to {high}; "
+                "correct or remove it"
+            )
+        found[name] = int(float(str(value))) if name == "top_k" else float(str(value))
+    if settings.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return SamplingDefaults(**found)
+
+
+def read_eos_ids(value: object, where: str) -> set[int]:
+    """Returns the ids of an `eos_token_id`: one, a list of them, or none.
+
+    Raises:
+      CheckpointError: it is something else.
+    """
+    if value is None:
+        return set()
+    listed = value if isinstance(value, list) else [value]
+    ids = {id for id in listed if isinstance(id, int) and not isinstance(id, bool) and id >= 0}
+    if len(ids) != len(set(map(str, listed))):
+        raise CheckpointError(f"{where}: eos_token_id is {value!r}, but must be ids; correct it")
+    return ids

@@ -1,0 +1,225 @@
+"""Where each parameter comes from in a checkpoint, and how its stored array becomes ours.
+
+A stored weight is [out, in]; ours is [in, out] with the heads split: a table for all formats.
+"""
+
+import concurrent.futures
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+
+from jaxserve.checkpoint.header import NumpyParams, Progress, WeightDtype
+from jaxserve.errors import CheckpointError
+from jaxserve.model.config import ModelConfig
+
+MAX_THREADS = 8
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class StoredName:
+    """One parameter's name in each format; `{}` is the layer's index."""
+
+    hf: str
+    gguf: str
+
+
+# By the last part of the parameter's path.
+MODEL_NAMES = {
+    "embedding_VD": StoredName(hf="model.embed_tokens.weight", gguf="token_embd.weight"),
+    "final_norm_D": StoredName(hf="model.norm.weight", gguf="output_norm.weight"),
+    "head_VD": StoredName(hf="lm_head.weight", gguf="output.weight"),
+}
+LAYER_NAMES = {
+    "attn_norm_D": StoredName(hf="input_layernorm.weight", gguf="attn_norm.weight"),
+    "q_DNH": StoredName(hf="self_attn.q_proj.weight", gguf="attn_q.weight"),
+    "k_DKH": StoredName(hf="self_attn.k_proj.weight", gguf="attn_k.weight"),
+    "v_DKH": StoredName(hf="self_attn.v_proj.weight", gguf="attn_v.weight"),
+    "o_NHD": StoredName(hf="self_attn.o_proj.weight", gguf="attn_output.weight"),
+    "mlp_norm_D": StoredName(hf="post_attention_layernorm.weight", gguf="ffn_norm.weight"),
+    "gate_DF": StoredName(hf="mlp.gate_proj.weight", gguf="ffn_gate.weight"),
+    "up_DF": StoredName(hf="mlp.up_proj.weight", gguf="ffn_up.weight"),
+    "down_FD": StoredName(hf="mlp.down_proj.weight", gguf="ffn_down.weight"),
+}
+ATTENTION_BIAS_NAMES = {
+    "q_bias_NH": StoredName(hf="self_attn.q_proj.bias", gguf="attn_q.bias"),
+    "k_bias_KH": StoredName(hf="self_attn.k_proj.bias", gguf="attn_k.bias"),
+    "v_bias_KH": StoredName(hf="self_attn.v_proj.bias", gguf="attn_v.bias"),
+    "o_bias_D": StoredName(hf="self_attn.o_proj.bias", gguf="attn_output.bias"),
+}
+MLP_BIAS_NAMES = {
+    "gate_bias_F": StoredName(hf="mlp.gate_proj.bias", gguf="ffn_gate.bias"),
+    "up_bias_F": StoredName(hf="mlp.up_proj.bias", gguf="ffn_up.bias"),
+    "down_bias_D": StoredName(hf="mlp.down_proj.bias", gguf="ffn_down.bias"),
+}
+
+
+def stored_names(config: ModelConfig) -> dict[str, StoredName]:
+    """Returns the stored name of each parameter, by the parameter's path."""
+    names = {path: name for path, name in MODEL_NAMES.items() if path != "head_VD"}
+    if not config.tied_head:
+        names["head_VD"] = MODEL_NAMES["head_VD"]
+    layer = dict(LAYER_NAMES)
+    layer |= ATTENTION_BIAS_NAMES if config.attention_bias else {}
+    layer |= MLP_BIAS_NAMES if config.mlp_bias else {}
+    for i in range(config.num_layers):
+        for leaf, name in layer.items():
+            names[f"layers/{i}/{leaf}"] = StoredName(
+                hf=f"model.layers.{i}.{name.hf}", gguf=f"blk.{i}.{name.gguf}"
+            )
+    return names
+
+
+def stored_shape(path: str, config: ModelConfig) -> tuple[int, ...]:
+    """Returns the [out, in] shape that a checkpoint must store for this parameter."""
+    sizes = {
+        "V": config.vocab_size,
+        "D": config.hidden_size,
+        "F": config.mlp_size,
+        "N": config.num_heads,
+        "K": config.num_kv_heads,
+        "H": config.head_dim,
+    }
+    match path.rpartition("_")[2]:
+        case "DNH" | "DKH" as letters:
+            return sizes[letters[1]] * sizes["H"], sizes["D"]
+        case "NHD":
+            return sizes["D"], sizes["N"] * sizes["H"]
+        case "DF" | "FD" as letters:
+            return sizes[letters[1]], sizes[letters[0]]
+        case "NH" | "KH" as letters:
+            return (sizes[letters[0]] * sizes["H"],)
+        case letters:
+            return tuple(sizes[letter] for letter in letters)
+
+
+def to_param(stored: np.ndarray, path: str, config: ModelConfig) -> np.ndarray:
+    """Returns a stored array in its parameter's shape (a view, except where rows are padded)."""
+    D, H = config.hidden_size, config.head_dim
+    match path.rpartition("_")[2]:
+        case "DNH" | "DKH":
+            return stored.reshape(-1, H, D).transpose(2, 0, 1)
+        case "NHD":
+            return stored.reshape(D, -1, H).transpose(1, 2, 0)
+        case "DF" | "FD":
+            return stored.T
+        case "NH" | "KH":
+            return stored.reshape(-1, H)
+        case "VD":
+            return np.pad(stored, ((0, config.padded_vocab_size - config.vocab_size), (0, 0)))
+    return stored
+
+
+def load_all(
+    config: ModelConfig,
+    dtype: WeightDtype,
+    *,
+    read: Callable[[str], np.ndarray],
+    num_bytes: Callable[[str], int],
+    progress: Progress | None,
+) -> NumpyParams:
+    """Returns every parameter of `abstract_params`, nested, contiguous and in its dtype.
+
+    Args:
+      read: the stored array of a parameter's path, as floats; called from several threads.
+      num_bytes: how much of the progress it is.
+    """
+    from jaxserve.model.params import abstract_params  # imports jax, which a header does without
+
+    specs = abstract_params(config, dtype)
+    total = sum(num_bytes(path) for path in specs)
+    flat: dict[str, np.ndarray] = {}
+
+    def load_one(path: str) -> tuple[str, np.ndarray]:
+        param = to_param(read(path), path, config).astype(specs[path].dtype, order="C")
+        assert param.shape == specs[path].shape, f"{path}: {param.shape} != {specs[path].shape}"
+        return path, param
+
+    workers = min(MAX_THREADS, os.cpu_count() or 1)
+    # Largest first: else the embedding, last in line, keeps one thread busy alone.
+    order = sorted(specs, key=num_bytes, reverse=True)
+    done = 0
+    with concurrent.futures.ThreadPoolExecutor(workers, "load-params") as pool:
+        for future in concurrent.futures.as_completed([pool.submit(load_one, p) for p in order]):
+            path, flat[path] = future.result()
+            done += num_bytes(path)
+            if progress is not None:
+                progress(done, total)
+    return nest(flat)
+
+
+def nest(flat: Mapping[str, np.ndarray]) -> NumpyParams:
+    """Returns {"a/b": x} as {"a": {"b": x}}."""
+    nested: NumpyParams = {}
+    for path, array in flat.items():
+        *parents, leaf = path.split("/")
+        folder = nested
+        for part in parents:
+            folder = folder.setdefault(part, {})
+        folder[leaf] = array
+    return nested
+
+
+def check_tensors(
+    found: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, tuple[int, ...]],
+    *,
+    where: str,
+    other_problems: Iterable[str] = (),
+) -> None:
+    """Compare tensor names and shapes, both ways.
+
+    Raises:
+      CheckpointError: one message that names every tensor at fault.
+    """
+    missing = [name for name in wanted if name not in found]
+    unexpected = [name for name in found if name not in wanted]
+    shapes = [
+        f"{name} is {list(found[name])} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    problems = [
+        f"{kind}: {', '.join(names)}"
+        for kind, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("wrong shape", shapes),
+        )
+        if names
+    ]
+    problems += other_problems
+    if problems:
+        raise CheckpointError(
+            f"the tensors of {where} do not make up this model. {'; '.join(problems)}. "
+            "Get the files again; if they are whole, this kind of model is not supported"
+        )
+
+
+def check_config(config: ModelConfig, where: str) -> None:
+    """Refuse sizes no decoder can have.
+
+    Raises:
+      CheckpointError: names the size.
+    """
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_layers,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "mlp_size": config.mlp_size,
+        "max_position": config.max_position,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise CheckpointError(f"{where}: {name} is {size}, but must be at least 1")
+    if config.num_heads % config.num_kv_heads:
+        raise CheckpointError(
+            f"{where}: {config.num_heads} query heads cannot share {config.num_kv_heads} "
+            "key/value heads evenly"
+        )
+    if config.head_dim % 2:
+        raise CheckpointError(f"{where}: head_dim is {config.head_dim}, but RoPE needs an even one")

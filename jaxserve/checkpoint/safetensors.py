@@ -1,0 +1,258 @@
+"""Loads a Hugging Face folder of the Llama type: config.json and safetensors files."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import ml_dtypes  # noqa: F401  (numpy learns bfloat16 from it)
+import numpy as np
+import safetensors
+
+from jaxserve.checkpoint.header import (
+    ModelHeader,
+    NumpyParams,
+    Progress,
+    WeightDtype,
+    read_eos_ids,
+    read_sampling_defaults,
+)
+from jaxserve.checkpoint.hf_config import read_model_config
+from jaxserve.checkpoint.layout import (
+    MODEL_NAMES,
+    check_tensors,
+    load_all,
+    stored_names,
+    stored_shape,
+)
+from jaxserve.errors import CheckpointError
+from jaxserve.model.config import ModelConfig
+from jaxserve.text.hf_folder import load_tokenizer, read_json_object
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+STORED_DTYPES = ("F32", "F16", "BF16")
+# Old checkpoints store the RoPE table, which follows from rope_theta.
+DERIVED_TENSORS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+HEAD_NAME, EMBEDDING_NAME = MODEL_NAMES["head_VD"].hf, MODEL_NAMES["embedding_VD"].hf
+
+
+class TensorView(Protocol):
+    """A tensor of a mapped file, not read."""
+
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+
+
+class MappedFile(Protocol):
+    """What is used of `safetensors.safe_open`, which is not typed."""
+
+    def keys(self) -> list[str]: ...
+    def get_slice(self, name: str) -> TensorView: ...
+    def get_tensor(self, name: str) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor lies."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class HfFolderSource:
+    """One model folder. Its configuration and tensor table are read once and kept."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def load_header(self) -> ModelHeader:
+        """Returns the model without weights.
+
+        EOS is the union of generation_config.json, config.json, the tokenizer's eos_token, and the
+        end-of-turn token the chat template writes.
+
+        Raises:
+          CheckpointError: a file is missing, damaged, or of a kind that is not supported.
+        """
+        generation = read_json_object(self.path / "generation_config.json")
+        where = str(self.path / "generation_config.json")
+        eos_ids = read_eos_ids(generation.get("eos_token_id"), where)
+        eos_ids |= read_eos_ids(self._settings.get("eos_token_id"), str(self.path / "config.json"))
+        tokenizer = load_tokenizer(self.path, eos_ids=eos_ids)
+        config = self._config
+        counts = collections.Counter(tensor.dtype for tensor in self._tensors.values())
+        return ModelHeader(
+            name=self.path.resolve().name,
+            architecture=config.architecture,
+            config=config,
+            tokenizer=tokenizer,
+            eos_ids=tokenizer.eos_ids,
+            defaults=read_sampling_defaults(generation, where),
+            quantization=counts.most_common(1)[0][0],
+            weight_files=tuple(sorted({tensor.file for tensor in self._tensors.values()})),
+        )
+
+    def load_params(self, dtype: WeightDtype, progress: Progress | None = None) -> NumpyParams:
+        """Returns the weights in `dtype`, from the mapped files."""
+        config = self._config
+        tensors = {path: name.hf for path, name in stored_names(config).items()}
+        with contextlib.ExitStack() as stack:
+            files = {
+                file: stack.enter_context(_open(file))
+                for file in {self._tensors[name].file for name in tensors.values()}
+            }
+
+            def read(path: str) -> np.ndarray:
+                name = tensors[path]
+                return files[self._tensors[name].file].get_tensor(name)
+
+            return load_all(
+                config,
+                dtype,
+                read=read,
+                num_bytes=lambda path: _num_bytes(self._tensors[tensors[path]]),
+                progress=progress,
+            )
+
+    @functools.cached_property
+    def _settings(self) -> dict[str, object]:
+        return read_json_object(self.path / "config.json")
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, StoredTensor]:
+        return {
+            name: tensor
+            for name, tensor in _read_table(self.path).items()
+            if not DERIVED_TENSORS.fullmatch(name)
+        }
+
+    @functools.cached_property
+    def _config(self) -> ModelConfig:
+        config = read_model_config(self._settings, str(self.path / "config.json"))
+        config = dataclasses.replace(config, tied_head=self._decide_tied(config))
+        found = {name: tensor.shape for name, tensor in self._tensors.items()}
+        if config.tied_head:
+            found.pop(HEAD_NAME, None)  # it equals the embedding
+        wanted = {
+            name.hf: stored_shape(path, config) for path, name in stored_names(config).items()
+        }
+        dtypes = sorted(
+            f"{name} is {tensor.dtype}, supported are {', '.join(STORED_DTYPES)}"
+            for name, tensor in self._tensors.items()
+            if tensor.dtype not in STORED_DTYPES
+        )
+        check_tensors(found, wanted, where=str(self.path), other_problems=dtypes)
+        return config
+
+    def _decide_tied(self, config: ModelConfig) -> bool:
+        """Returns whether the head is the embedding: the tensors decide, then the flag.
+
+        A head that is there and differs is used whatever the flag says; one that equals the
+        embedding is not loaded twice if the flag says tied. Without a head the flag must say tied.
+        """
+        head, embedding = self._tensors.get(HEAD_NAME), self._tensors.get(EMBEDDING_NAME)
+        if head is None:
+            if not config.tied_head:
+                raise CheckpointError(
+                    f"{self.path} has no {HEAD_NAME}, but config.json says that the head is not "
+                    "tied to the embedding; set tie_word_embeddings to true if it is, or get the "
+                    "missing file"
+                )
+            return True
+        if not config.tied_head or embedding is None:
+            return False
+        if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
+            return False
+        with _open(head.file) as head_file, _open(embedding.file) as embedding_file:
+            stored_head = head_file.get_tensor(HEAD_NAME)
+            return bool(np.array_equal(stored_head, embedding_file.get_tensor(EMBEDDING_NAME)))
+
+
+def _num_bytes(tensor: StoredTensor) -> int:
+    return int(np.prod(tensor.shape)) * (4 if tensor.dtype == "F32" else 2)
+
+
+def _read_table(folder: Path) -> dict[str, StoredTensor]:
+    """Returns every tensor the folder's index lists, or its only file holds.
+
+    The index rules, both ways: a file it does not name is not looked at, and each file it names
+    must hold exactly the tensors it lists for it.
+
+    Raises:
+      CheckpointError: files or tensors are missing, left over, or in two files.
+    """
+    if not (folder / INDEX_FILE).is_file():
+        if not (folder / SINGLE_FILE).is_file():
+            raise CheckpointError(
+                f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; give a folder with "
+                "safetensors weights (other formats are not supported)"
+            )
+        return _read_file_table(folder / SINGLE_FILE)
+    listed = _read_index(folder)
+    by_file: dict[str, set[str]] = {}
+    for name, file in listed.items():
+        by_file.setdefault(file, set()).add(name)
+    problems: list[str] = []
+    table: dict[str, StoredTensor] = {}
+    absent = sorted(file for file in by_file if not (folder / file).is_file())
+    problems += [f"{file} is missing, with {len(by_file[file])} tensors" for file in absent]
+    for file in sorted(by_file.keys() - set(absent)):
+        held = _read_file_table(folder / file)
+        problems += [f"{name} is not in {file}" for name in sorted(by_file[file] - held.keys())]
+        for name in sorted(held.keys() - by_file[file]):
+            other = listed.get(name)
+            fault = f"in {file} and {other}" if other else f"in {file}, but not listed"
+            problems.append(f"{name} is {fault}")
+        table |= {name: held[name] for name in by_file[file] & held.keys()}
+    if problems:
+        raise CheckpointError(
+            f"the files of {folder} do not agree with {INDEX_FILE}: {'; '.join(problems)}; "
+            "get the folder again"
+        )
+    return table
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Returns the file of each tensor; file names must stay inside the folder."""
+    weight_map = read_json_object(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map; get the file again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(
+                f"{folder / INDEX_FILE}: the file of {name} is {file!r}, but must be a plain name"
+            )
+    return weight_map
+
+
+def _read_file_table(path: Path) -> dict[str, StoredTensor]:
+    with _open(path) as file:
+        table = {}
+        for name in file.keys():  # noqa: SIM118  (not a dict)
+            view = file.get_slice(name)
+            table[name] = StoredTensor(
+                file=path, shape=tuple(view.get_shape()), dtype=view.get_dtype()
+            )
+        return table
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[MappedFile]:
+    """Maps a file; the library checks its header against its length.
+
+    Raises:
+      CheckpointError: the file cannot be read, is cut off or is not safetensors.
+    """
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            yield file
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot read {path}: {error}; the file is cut off or damaged, get it again"
+        ) from error
