@@ -15,9 +15,9 @@ from tests.fakes import EOS_ID, VOCAB_SIZE, FakeRunner, Script, build_byte_token
 PAGE_SIZE: Final = 4
 NUM_PAGES: Final = 13  # 12 usable: 48 tokens
 MAX_MODEL_TOKENS: Final = 40
-LIMITS: Final = StepLimits(
-    max_rows=4, max_chunk_tokens=6, chunk_tile=2, max_chunks=2, max_seqs=4
-)
+LIMITS: Final = StepLimits(max_rows=4, max_chunk_tokens=6, chunk_tile=2, max_chunks=2, max_seqs=4)
+
+ONE_ROW: Final = dataclasses.replace(LIMITS, max_rows=1, max_seqs=1)
 
 
 class Clock:

@@ -1,10 +1,11 @@
-"""The one engine thread, and the streams it feeds. Imports no jax; `load_engine` does, when called."""
+"""The one engine thread and the streams it feeds. Imports no jax until an engine is loaded."""
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.events import Delta, Event, ExecutionInfo, Finished, Started, Timings, Usage
 from jaxserve.engine.intake import EngineState
 from jaxserve.engine.served_model import ServedModel
 from jaxserve.engine.stream import Stream
+from jaxserve.text.tokenizer import Tokenizer
 
 __all__ = [
     "Delta",
@@ -17,5 +18,6 @@ __all__ = [
     "Started",
     "Stream",
     "Timings",
+    "Tokenizer",
     "Usage",
 ]

@@ -120,20 +120,15 @@ def tokenize(
             _check_chat(prompt, tokenizer, limits)
             token_ids = tuple(tokenizer.encode_chat(prompt))
         case _:
-            if len(prompt) > model.max_model_tokens:  # before each id is looked at
-                raise InvalidRequestError(
-                    f"the prompt is {len(prompt)} tokens, but this model's limit is "
-                    f"{model.max_model_tokens}; shorten it",
-                    field=field,
-                )
-            token_ids = tuple(
-                check_token_id(
-                    token_id, field, what="a prompt token id", vocab_size=model.vocab_size
-                )
-                for token_id in prompt
-            )
+            token_ids = _check_token_ids(prompt, model)
     if not token_ids:
         raise InvalidRequestError("the prompt is empty, but needs at least one token", field=field)
+    if max(token_ids) >= model.vocab_size:  # the tokenizer knows more ids than the model
+        raise InvalidRequestError(
+            f"the prompt holds token {max(token_ids)}, but this model's ids end at "
+            f"{model.vocab_size - 1}; leave that special token out",
+            field=field,
+        )
     return token_ids
 
 
@@ -206,6 +201,22 @@ def _check_chat(prompt: ChatPrompt, tokenizer: Tokenizer, limits: LimitsSection)
     for message in prompt.messages:
         for text in (message.role, message.name, message.content):
             num_left -= check_text(text, "chat.messages", num_left)
+
+
+def _check_token_ids(prompt: Sequence[int], model: ServedModel) -> tuple[int, ...]:
+    field = "token_ids"
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise refusal(prompt, "prompt", "text, token ids or a conversation")
+    if len(prompt) > model.max_model_tokens:  # before each id is looked at
+        raise InvalidRequestError(
+            f"the prompt is {len(prompt)} tokens, but this model's limit is "
+            f"{model.max_model_tokens}; shorten it",
+            field=field,
+        )
+    return tuple(
+        check_token_id(token_id, field, what="a prompt token id", vocab_size=model.vocab_size)
+        for token_id in prompt
+    )
 
 
 def _bias(

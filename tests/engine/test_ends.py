@@ -15,7 +15,11 @@ FAMILY = "a👨‍👩‍👧b"
 
 
 def answer(
-    script: Script | None, *, overlap: bool = True, prompt: tuple[int, ...] = PROMPT, **fields: object
+    script: Script | None,
+    *,
+    overlap: bool = True,
+    prompt: tuple[int, ...] = PROMPT,
+    **fields: object,
 ) -> Output:
     engine, runner = build_engine(script=script, overlap=overlap)
     with serve(engine, runner):
@@ -46,9 +50,7 @@ def test_ignored_eos_is_an_ordinary_token() -> None:
 
 @pytest.mark.parametrize(("include", "text"), [(False, "hello"), (True, "hello ")])
 def test_a_stop_id_ends_the_output(include: bool, text: str) -> None:
-    output = answer(
-        say({PROMPT: HELLO}), stop_token_ids=(ord(" "),), include_stop_text=include
-    )
+    output = answer(say({PROMPT: HELLO}), stop_token_ids=(ord(" "),), include_stop_text=include)
     assert (output.text, output.token_ids) == (text, [*b"hello "])
     assert output.finished.reason is FinishReason.STOP
     assert output.finished.matched_stop == ord(" ")
@@ -108,7 +110,9 @@ STOP_SETS = [
 ]
 
 
-def cut_at_the_first_stop(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
+def cut_at_the_first_stop(
+    text: str, stops: tuple[str, ...], include: bool
+) -> tuple[str, str | None]:
     """The reference: the stop that is complete first; of several, the longest."""
     for end in range(1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):

@@ -2,7 +2,7 @@
 
 import threading
 
-from jaxserve.engine import Delta, EngineState, Finished, Started
+from jaxserve.engine import Delta, Finished, Started
 from jaxserve.plan import StepPlan
 from jaxserve.request import FinishReason
 from tests.engines import ask, build_engine, check_accounts, check_idle
@@ -25,7 +25,8 @@ def test_one_request_from_submit_to_its_last_event() -> None:
         on_launch=on_launch,
         on_result=lambda plan: retired.append(plan.step_id),
     )
-    assert engine.state is EngineState.STARTING
+    states = [engine.state]
+    engine.add_listener(states.append)
     runner.gate.clear()  # results stay on the "device" until we let go
     engine.start()
 
@@ -39,7 +40,8 @@ def test_one_request_from_submit_to_its_last_event() -> None:
     runner.gate.set()
 
     # retire → scheduler.commit → stream.put; the reader's thread turns ids into text
-    text, token_ids, finished = "", [], None
+    text, finished = "", None
+    token_ids: list[int] = []
     for event in events:
         match event:
             case Delta():
@@ -70,4 +72,4 @@ def test_one_request_from_submit_to_its_last_event() -> None:
     check_accounts(engine)
     assert engine.metrics.value("requests_finished_total", reason="eos") == 1
     assert engine.metrics.value("output_tokens_total") == 5
-    assert engine.state is EngineState.STOPPED
+    assert [state.value for state in states] == ["starting", "serving", "draining", "stopped"]

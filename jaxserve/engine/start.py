@@ -1,0 +1,165 @@
+"""Start-up: from a model's name to an engine that is compiled, filled and ready to start."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jaxserve.config import Config, default_cache_dir
+from jaxserve.engine import limits
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.served_model import ServedModel
+from jaxserve.mechanisms import check_mechanisms
+from jaxserve.metrics import Metrics
+from jaxserve.request import GenerationRequest
+
+if TYPE_CHECKING:  # these bring jax, which `import jaxserve.engine` must not
+    from jaxserve.checkpoint.header import ModelHeader, ModelSource
+    from jaxserve.runner.buckets import Reach
+    from jaxserve.runner.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+# Called with a phase ("load", "compile"), the parts of it that are done, and all of them.
+Progress = Callable[[str, int, int], None]
+MIB = 1 << 20
+
+
+def load_engine(
+    model: str,
+    config: Config,
+    *,
+    progress: Progress | None = None,
+    only_for: Callable[[ServedModel], GenerationRequest] | None = None,
+) -> Engine:
+    """Returns an engine that is ready; `start` lets requests in.
+
+    Weights are read while programs compile.
+
+    Args:
+      model: a built-in name, a .gguf file, or a Hugging Face folder.
+      progress: called from several threads.
+      only_for: the one request the engine will run, made when the model is known: only what it
+        can reach is compiled, and a request that is not allowed is refused before that.
+
+    Raises:
+      CheckpointError: the model is missing, damaged or not supported.
+      ConfigError: a configuration that contradicts itself or the model.
+      CapacityError: the model does not fit the machine.
+      RequestError: `only_for`'s request is not allowed.
+    """
+    from jaxserve.checkpoint.registry import find_model
+    from jaxserve.runner.spec import bytes_of_page
+
+    started_s = time.monotonic()
+    active = check_mechanisms(config)
+    source = find_model(model)
+    header = source.load_header()
+    header_s = time.monotonic() - started_s
+    reach = None if only_for is None else _find_reach(header, config, only_for)
+    metrics = Metrics()
+    runner = _build_runner(
+        source, header, config, metrics=metrics, progress=progress or _no_progress, reach=reach
+    )
+    served = _describe(
+        header,
+        path=str(source.path),
+        max_model_tokens=runner.max_model_tokens,
+        dtype=runner.spec.dtype,
+        capacity_tokens=(runner.num_pages - 1) * config.kv.page_size,
+    )
+    logger.info(
+        "engine ready model=%s mechanisms=%s header_s=%.2f seconds=%.2f",
+        served.name,
+        ",".join(mechanism.name for mechanism in active) or "none",
+        header_s,
+        time.monotonic() - started_s,
+    )
+    return Engine(
+        runner=runner,
+        tokenizer=header.tokenizer,
+        config=config,
+        model=served,
+        metrics=metrics,
+        page_bytes=bytes_of_page(
+            header.config, page_size=config.kv.page_size, kv_dtype=runner.spec.kv_dtype
+        ),
+    )
+
+
+def _build_runner(
+    source: "ModelSource",
+    header: "ModelHeader",
+    config: Config,
+    *,
+    metrics: Metrics,
+    progress: Progress,
+    reach: "Reach | None",
+) -> "Runner":
+    from jaxserve.runner.runner import Runner
+
+    return Runner(
+        lambda dtype: source.load_params(
+            dtype, lambda done, total: progress("load", done // MIB, total // MIB)
+        ),
+        header.config,
+        config,
+        metrics=metrics,
+        cache_dir=config.runner.cache_dir or default_cache_dir(),
+        progress=lambda done, total, name, seconds: progress("compile", done, total),
+        reach=reach,
+    )
+
+
+def _find_reach(
+    header: "ModelHeader", config: Config, only_for: Callable[[ServedModel], GenerationRequest]
+) -> "Reach":
+    """Returns what the one request can ask of the runner; the pool's limit is not known yet."""
+    from jaxserve.runner.buckets import Reach
+    from jaxserve.runner.state import find_variant
+
+    model = _describe(
+        header, max_model_tokens=config.model.max_model_tokens or header.config.max_position
+    )
+    request = limits.resolve(
+        only_for(model),
+        model=model,
+        tokenizer=header.tokenizer,
+        limits=config.limits,
+        now_s=0.0,
+    )
+    # The scheduler wants one step to take at least a tile, and without chunking any prompt.
+    prompt_len = max(2, len(request.prompt))
+    return Reach(
+        prompt_len=prompt_len if config.scheduler.chunked_prefill else model.max_model_tokens,
+        max_tokens=max(2, request.max_tokens),
+        variant=find_variant(request.sampling, 0),
+    )
+
+
+def _describe(
+    header: "ModelHeader",
+    *,
+    max_model_tokens: int,
+    path: str = "",
+    dtype: str = "",
+    capacity_tokens: int = 0,
+) -> ServedModel:
+    return ServedModel(
+        name=header.name,
+        max_model_tokens=max_model_tokens,
+        vocab_size=header.config.vocab_size,
+        eos_ids=header.eos_ids,
+        bos_id=header.tokenizer.bos_id,
+        path=path,
+        architecture=header.architecture,
+        dtype=dtype,
+        quantization=header.quantization,
+        has_chat_template=header.tokenizer.chat_template is not None,
+        sampling_defaults=header.defaults.as_params(),
+        capacity_tokens=capacity_tokens,
+    )
+
+
+def _no_progress(phase: str, num_done: int, num_all: int) -> None:
+    return None

@@ -1,0 +1,183 @@
+"""What breaks: one request's numbers, one reader's patience, or the engine itself."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from jaxserve.config import LimitsSection
+from jaxserve.engine import Delta, Engine, EngineState, Event
+from jaxserve.errors import EngineDeadError, JaxserveError, NumericsError, SlowReaderError
+from jaxserve.plan import StepPlan, StepResult
+from jaxserve.request import SamplingParams
+from jaxserve.scheduler.scheduler import Scheduler, Update
+from tests.engines import LIMITS, ask, build_engine, gather, serve
+from tests.fakes import VOCAB_SIZE, Script, expected_output
+
+GREEDY = SamplingParams(temperature=0.0)
+BAD = (66,)
+
+
+def not_finite_at(index: int) -> Script:
+    def script(prompt: tuple[int, ...], output_index: int) -> str | None:
+        return "not_finite" if (prompt, output_index) == (BAD, index) else None
+
+    return script  # type: ignore[return-value]  # a str that is the literal
+
+
+@pytest.mark.parametrize("index", [0, 1, 5])
+@pytest.mark.parametrize("stops", [(), ("zz",)])
+def test_logits_that_are_not_finite_end_that_request_alone(
+    index: int, stops: tuple[str, ...]
+) -> None:
+    engine, runner = build_engine(script=not_finite_at(index))
+    with serve(engine, runner):
+        mates = [engine.submit(ask((n,), ignore_eos=True)) for n in range(3)]
+        bad = engine.submit(ask(BAD, ignore_eos=True, stop_strings=stops))
+        seen: list[Event] = []
+        with pytest.raises(NumericsError, match=f"output token {index} are not finite"):
+            seen.extend(bad)
+        outputs = [gather(mate) for mate in mates]
+    for n, output in enumerate(outputs):
+        assert output.token_ids == expected_output((n,), GREEDY, 8)
+    given = [token_id for event in bad_deltas(seen) for token_id in event.token_ids]
+    assert given == expected_output(BAD, GREEDY, 8)[: len(given)]
+    assert engine.metrics.value("requests_finished_total", reason="error_numerics") == 1
+    assert engine.state is EngineState.STOPPED
+
+
+def bad_deltas(events: list[Event]) -> list[Delta]:
+    return [event for event in events if isinstance(event, Delta)]
+
+
+def test_a_reader_that_is_too_slow_loses_its_request_and_nobody_else_waits() -> None:
+    bounds = LimitsSection(stream_buffer_bytes=40)  # five tokens
+    engine, runner = build_engine(bounds=bounds)
+    with serve(engine, runner):
+        slow = engine.submit(ask((1,), max_tokens=30, ignore_eos=True))
+        while engine.metrics.value("requests_finished_total", reason="error_slow_reader") == 0:
+            gather_small(engine)
+        seen: list[Event] = []
+        with pytest.raises(SlowReaderError, match="more than 40 bytes of output are unread"):
+            seen.extend(slow)
+    # what came before the end is whole and in order
+    (delta,) = bad_deltas(seen)
+    assert list(delta.token_ids) == expected_output((1,), GREEDY, 5)
+
+
+def gather_small(engine: Engine) -> None:
+    assert len(gather(engine.submit(ask((2,), max_tokens=2, ignore_eos=True))).token_ids) == 2
+
+
+def test_a_reader_that_is_slow_but_not_too_slow_gets_everything() -> None:
+    engine, runner = build_engine(bounds=LimitsSection(stream_buffer_bytes=30 * 8))
+    with serve(engine, runner):
+        stream = engine.submit(ask((1,), max_tokens=30, ignore_eos=True))
+        while engine.metrics.total("requests_finished_total") == 0:
+            pass  # not a single event is read before the end
+        output = gather(stream)
+    assert output.token_ids == expected_output((1,), GREEDY, 30)
+    assert len(output.deltas) == 1
+
+
+class BrokenSchedule(Scheduler):
+    def schedule(self, now_s: float) -> StepPlan:
+        plan = super().schedule(now_s)
+        if plan.step_id == 4:
+            raise ValueError("schedule broke")
+        return plan
+
+
+class BrokenCommit(Scheduler):
+    def commit(self, plan: StepPlan, result: StepResult, stopped: object = ()) -> list[Update]:
+        if plan.step_id == 4:
+            raise ValueError("commit broke")
+        return super().commit(plan, result, stopped)  # type: ignore[arg-type]  # passed on
+
+
+def break_at(where: str) -> Callable[[StepPlan], None]:
+    def hook(plan: StepPlan) -> None:
+        if plan.step_id == 4:
+            raise ValueError(f"{where} broke")
+
+    return hook
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("where", ["schedule", "launch", "result", "commit"])
+def test_an_engine_that_breaks_ends_every_request_and_says_so(
+    where: str,
+    overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken = {"schedule": BrokenSchedule, "commit": BrokenCommit}.get(where, Scheduler)
+    monkeypatch.setattr("jaxserve.engine.engine.Scheduler", broken)
+    engine, runner = build_engine(
+        overlap=overlap,
+        on_launch=break_at("launch") if where == "launch" else None,
+        on_result=break_at("result") if where == "result" else None,
+    )
+    states: list[EngineState] = []
+    has_failed = threading.Event()
+
+    def listen(state: EngineState) -> None:
+        states.append(state)
+        if state is EngineState.FAILED:
+            has_failed.set()
+
+    engine.add_listener(listen)
+    runner.gate.clear()
+    with caplog.at_level(logging.INFO, "jaxserve"), serve(engine, runner):
+        prompt = "a secret of the caller"
+        streams = [engine.submit(ask(prompt, ignore_eos=True)) for _ in range(6)]
+        runner.gate.set()
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="the engine failed: ValueError"):
+                gather(stream)
+        assert has_failed.wait(timeout=60)
+        with pytest.raises(EngineDeadError, match="must be restarted"):
+            engine.submit(ask((1,)))
+    engine.stop()  # still returns
+    assert states == [EngineState.SERVING, EngineState.FAILED]
+    assert engine.state is EngineState.FAILED
+    assert f"{where} broke" in str(engine.error)
+    assert engine.metrics.value("requests_finished_total", reason="error_engine_dead") == 6
+    assert engine.metrics.value("requests_refused_total", reason="engine_dead") == 1
+    assert "ValueError" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_a_token_outside_the_vocabulary_gives_no_text_and_no_fault() -> None:
+    engine, runner = build_engine(script=lambda _, index: VOCAB_SIZE + 5 if index == 1 else 65)
+    runner.vocab_size = VOCAB_SIZE + 10  # a head that is wider than the tokenizer
+    with serve(engine, runner):
+        output = gather(engine.submit(ask((1,), max_tokens=3)))
+    assert (output.text, output.token_ids) == ("AA", [65, VOCAB_SIZE + 5, 65])
+
+
+def test_the_log_has_one_line_a_request_and_never_its_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, runner = build_engine()
+    with caplog.at_level(logging.DEBUG, "jaxserve"), serve(engine, runner):
+        output = gather(engine.submit(ask("psst!", id="r\n7", ignore_eos=True)))
+    lines = [r.message for r in caplog.records if r.message.startswith("finished")]
+    assert len(lines) == 1
+    assert "request_id='r\\n7' reason=max_tokens prompt_tokens=5 output_tokens=8" in lines[0]
+    assert "psst" not in caplog.text
+    assert output.text not in caplog.text
+
+
+def test_a_scheduler_that_never_plans_a_request_is_a_failure_not_a_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Lazy(Scheduler):
+        def schedule(self, now_s: float) -> StepPlan:
+            return StepPlan(step_id=1)
+
+    monkeypatch.setattr("jaxserve.engine.engine.Scheduler", Lazy)
+    engine, runner = build_engine(step_limits=LIMITS)
+    with serve(engine, runner), pytest.raises(JaxserveError, match="RuntimeError"):
+        gather(engine.submit(ask((1,))))
