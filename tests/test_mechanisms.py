@@ -18,9 +18,11 @@ from jaxserve.mechanisms import (
     check_mechanisms,
 )
 from jaxserve.metrics import Metrics
-from jaxserve.plan import StepLimits
+from jaxserve.plan import Runner, StepLimits
 from jaxserve.request import GenerationRequest, SamplingParams
-from tests.fakes import VOCAB_SIZE, FakeRunner, build_byte_tokenizer
+from jaxserve.runner.runner import Runner as DeviceRunner
+from tests.fakes import FakeRunner, build_byte_tokenizer
+from tests.runner.driver import CONFIG, MODEL, tiny_params
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 MAX_MODEL_TOKENS = 40
@@ -103,30 +105,17 @@ def test_a_pair_that_is_not_on_together_is_not_looked_at() -> None:
     assert check_mechanisms(config, mechanisms=(MECHANISMS[0], SPARE)) == MECHANISMS[:1]
 
 
-def run_workload(config: Config) -> Metrics:
-    """Runs requests that can use every host-side mechanism, on a runner without a device."""
-    limits = StepLimits(
-        max_rows=2,
-        max_chunk_tokens=8 if config.scheduler.chunked_prefill else MAX_MODEL_TOKENS,
-        chunk_tile=2,
-        max_chunks=2,
-        max_seqs=2,
-    )
-    metrics = Metrics()
-    runner = FakeRunner(limits=limits, num_pages=32, page_size=config.kv.page_size)
+def run_workload(config: Config, runner: Runner, metrics: Metrics) -> None:
+    """Runs requests that can use every mechanism."""
     engine = Engine(
         runner=runner,
         tokenizer=build_byte_tokenizer(),
         config=config,
         model=ServedModel(
-            name="bytes",
-            max_model_tokens=MAX_MODEL_TOKENS,
-            vocab_size=VOCAB_SIZE,
-            eos_ids=frozenset(),
+            name="tiny", max_model_tokens=MAX_MODEL_TOKENS, vocab_size=128, eos_ids=frozenset()
         ),
         metrics=metrics,
     )
-    runner.gate.clear()  # all are there before the first step ends
     engine.start()
     streams = [
         engine.submit(
@@ -137,11 +126,40 @@ def run_workload(config: Config) -> Metrics:
         )
         for number in range(4)
     ]
-    runner.gate.set()
+    if isinstance(runner, FakeRunner):
+        runner.gate.set()  # all are there before the first step ends
     for number, stream in enumerate(streams):
         token_ids = [id for event in stream if isinstance(event, Delta) for id in event.token_ids]
         assert len(token_ids) == 6 + number
     engine.stop()
+
+
+def run_on_fake(config: Config) -> Metrics:
+    """Runs the workload on a runner without a device."""
+    limits = StepLimits(
+        max_rows=2,
+        max_chunk_tokens=8 if config.scheduler.chunked_prefill else MAX_MODEL_TOKENS,
+        chunk_tile=2,
+        max_chunks=2,
+        max_seqs=2,
+    )
+    runner = FakeRunner(limits=limits, num_pages=32, page_size=config.kv.page_size)
+    runner.gate.clear()
+    metrics = Metrics()
+    run_workload(config, runner, metrics)
+    return metrics
+
+
+def run_on_device(*, overlap: bool, capture: bool) -> Metrics:
+    """Runs the workload on the real runner; its programs are those of tests/runner."""
+    config = CONFIG.model_copy(
+        update={
+            "runner": CONFIG.runner.model_copy(update={"overlap": overlap}),
+            "buckets": CONFIG.buckets.model_copy(update={"capture": capture}),
+        }
+    )
+    metrics = Metrics()
+    run_workload(config, DeviceRunner(tiny_params(), MODEL, config, metrics=metrics), metrics)
     return metrics
 
 
@@ -151,7 +169,7 @@ def run_workload(config: Config) -> Metrics:
 def test_a_mechanism_counts_while_on_and_not_while_off(mechanism: Mechanism) -> None:
     small = {"kv.page_size": 4, "scheduler.max_seqs": 2}
     metrics = {
-        value: run_workload(load_config(flags={mechanism.key: value, **small}))
+        value: run_on_fake(load_config(flags={mechanism.key: value, **small}))
         for value in (mechanism.on, mechanism.off)
     }
     for counter in mechanism.counters:
@@ -161,7 +179,20 @@ def test_a_mechanism_counts_while_on_and_not_while_off(mechanism: Mechanism) -> 
 
 def test_the_baseline_counts_nothing_but_what_it_keeps() -> None:
     plain = load_config(CONFIGS / "baseline.toml", flags={"kv.page_size": 4})
-    metrics = run_workload(plain)
+    metrics = run_on_fake(plain)
     for mechanism in MECHANISMS:
         for counter in mechanism.counters:
             assert (metrics.total(counter) > 0) is mechanism.in_baseline
+
+
+def test_overlap_and_buckets_count_on_the_device_too() -> None:
+    metrics = run_on_device(overlap=True, capture=True)
+    assert metrics.total("overlapped_steps_total") > 0
+    assert metrics.total("bucketed_steps_total") > 0
+
+
+def test_overlap_and_buckets_count_nothing_on_the_device_while_off() -> None:
+    metrics = run_on_device(overlap=False, capture=False)
+    assert metrics.total("steps_total") > 0
+    assert metrics.total("overlapped_steps_total") == 0
+    assert metrics.total("bucketed_steps_total") == 0

@@ -1,11 +1,15 @@
 """What start-up shows on stderr: a bar on a terminal, a line per phase elsewhere."""
 
 import sys
+import threading
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import rich.console
 import rich.progress
+
+# The phases of engine/start.py, with the unit of their parts.
+_TITLES: Final = {"load": "weights, MiB", "compile": "programs"}
 
 
 class StartProgress:
@@ -16,6 +20,7 @@ class StartProgress:
 
     def __init__(self, *, is_quiet: bool = False) -> None:
         self._is_quiet = is_quiet
+        self._lock = threading.Lock()  # weights load in one thread, programs compile in others
         console = rich.console.Console(stderr=True)
         self._bar: rich.progress.Progress | None = None
         if sys.stderr.isatty() and not is_quiet:
@@ -45,9 +50,10 @@ class StartProgress:
 
     def __call__(self, phase: str, num_done: int, num_all: int) -> None:
         """Says that `num_done` of `num_all` parts of `phase` are done."""
-        if self._bar:
-            if phase not in self._tasks:
-                self._tasks[phase] = self._bar.add_task(phase, total=num_all)
-            self._bar.update(self._tasks[phase], completed=num_done, total=num_all)
-        elif not self._is_quiet and num_done in (0, num_all):
-            print(f"{phase}: {num_done}/{num_all}", file=sys.stderr, flush=True)
+        with self._lock:
+            if self._bar:
+                if phase not in self._tasks:
+                    self._tasks[phase] = self._bar.add_task(_TITLES[phase], total=num_all)
+                self._bar.update(self._tasks[phase], completed=num_done, total=num_all)
+            elif not self._is_quiet and num_done == num_all:
+                print(f"{_TITLES[phase]}: {num_all}", file=sys.stderr, flush=True)
