@@ -1,0 +1,135 @@
+"""The determinism contract: chunking, buckets, mates, preemption, overlap and batching change nothing.
+
+In float32 on one machine the tokens are equal wherever the two best scores are not nearly tied; the
+fixtures' scores are kept clear of ties, so here equal means equal.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxserve.request import GenerationRequest, SamplingParams
+from jaxserve.runner.runner import Runner
+from tests.differential import stage
+from tests.differential.covering import Case, covering_array, full_product
+
+PROMPT = tuple((11 * i + 5) % 127 for i in range(21))
+NUM_TOKENS = 12
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.8, seed=2**40 + 42, max_tokens=NUM_TOKENS),
+    "full": SamplingParams(
+        temperature=0.9,
+        seed=5,
+        top_p=0.9,
+        top_k=20,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        logit_bias={3: 2.0},
+        min_tokens=6,
+        max_tokens=NUM_TOKENS,
+    ),
+}
+AXES = {
+    "chunk": (1, 5, 64),
+    "decode_seqs": ((2,), (64,), (2, 4, 32, 64)),
+    "num_mates": (0, 1, 5, 40),
+    "preempt_at": (None, *range(NUM_TOKENS)),
+    "overlap": (True, False),
+    "batching": ("continuous", "static"),
+    "sampling": tuple(SAMPLING),
+}
+NIGHTLY_AXES = {**AXES, "decode_seqs": ((2,), (4,), (32,), (64,), (2, 4, 32, 64))}
+PLAIN = stage.Shape(chunk=64, decode_seqs=(2,))
+BuildRunner = Callable[[stage.Shape], Runner]
+
+
+def case_id(case: Case) -> str:
+    return "-".join(str(value).replace(" ", "") for value in case.values())
+
+
+@pytest.fixture(scope="module")
+def runner_of(tmp_path_factory: pytest.TempPathFactory) -> BuildRunner:
+    """One runner a shape; they share a compilation cache."""
+    cache_dir: Path = tmp_path_factory.mktemp("programs")
+    runners: dict[stage.Shape, Runner] = {}
+
+    def build(shape: stage.Shape) -> Runner:
+        if shape not in runners:
+            runners[shape] = stage.build_runner(shape, cache_dir)
+        return runners[shape]
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def expected(runner_of: BuildRunner) -> dict[str, list[int]]:
+    """Each request alone: whole prompt, smallest bucket, no overlap."""
+    tokens = {}
+    for name in SAMPLING:
+        output, _ = run(runner_of, {"sampling": name})
+        tokens[name] = output
+    return tokens
+
+
+def run(runner_of: BuildRunner, case: Case) -> tuple[list[int], int]:
+    shape = stage.Shape(
+        chunk=case.get("chunk", PLAIN.chunk),  # type: ignore[arg-type]  # a case's values are objects
+        decode_seqs=case.get("decode_seqs", PLAIN.decode_seqs),  # type: ignore[arg-type]
+    )
+    config = shape.config
+    config = config.model_copy(
+        update={
+            "scheduler": config.scheduler.model_copy(
+                update={"batching": case.get("batching", "continuous")}
+            ),
+            "runner": config.runner.model_copy(update={"overlap": case.get("overlap", False)}),
+        }
+    )
+    engine = stage.build_engine(runner_of(shape), config)
+    target = GenerationRequest(prompt=PROMPT, sampling=SAMPLING[str(case["sampling"])])
+    output, num_preemptions = stage.run_to_end(
+        engine,
+        target,
+        mates=stage.make_mates(int(str(case.get("num_mates", 0)))),
+        preempt_at=case.get("preempt_at"),  # type: ignore[arg-type]
+    )
+    assert engine.metrics.value("recompiles_total") == 0
+    return output.token_ids, num_preemptions
+
+
+def check(runner_of: BuildRunner, expected: dict[str, list[int]], case: Case) -> None:
+    token_ids, num_preemptions = run(runner_of, case)
+    assert token_ids == expected[str(case["sampling"])]
+    if case["preempt_at"] is not None and case["preempt_at"] < NUM_TOKENS - 1:  # type: ignore[operator]
+        assert num_preemptions >= 1, "the case did not do what it is for"
+
+
+@pytest.mark.parametrize("case", covering_array(AXES), ids=case_id)
+def test_every_pair_of_circumstances_gives_the_same_tokens(
+    runner_of: BuildRunner, expected: dict[str, list[int]], case: Case
+) -> None:
+    check(runner_of, expected, case)
+
+
+@pytest.mark.nightly
+def test_every_combination_of_circumstances_gives_the_same_tokens(
+    runner_of: BuildRunner, expected: dict[str, list[int]]
+) -> None:
+    for case in full_product(NIGHTLY_AXES):
+        check(runner_of, expected, case)
+
+
+def test_the_three_requests_differ(expected: dict[str, list[int]]) -> None:
+    """Otherwise a sampler that ignores its parameters would pass."""
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(SAMPLING)
+
+
+def test_the_covering_array_meets_every_pair() -> None:
+    cases = covering_array(AXES)
+    names = list(AXES)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            met = {(case[a], case[b]) for case in cases}
+            assert met == {(x, y) for x in AXES[a] for y in AXES[b]}
