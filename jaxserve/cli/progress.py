@@ -33,6 +33,7 @@ class StartProgress:
                 transient=True,
             )
         self._tasks: dict[str, rich.progress.TaskID] = {}
+        self._printed: set[str] = set()  # parts may be rounded: the last can come more than once
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -55,5 +56,6 @@ class StartProgress:
                 if phase not in self._tasks:
                     self._tasks[phase] = self._bar.add_task(_TITLES[phase], total=num_all)
                 self._bar.update(self._tasks[phase], completed=num_done, total=num_all)
-            elif not self._is_quiet and num_done == num_all:
+            elif not self._is_quiet and num_done == num_all and phase not in self._printed:
+                self._printed.add(phase)
                 print(f"{_TITLES[phase]}: {num_all}", file=sys.stderr, flush=True)
