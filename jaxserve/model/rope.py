@@ -10,11 +10,14 @@ from jaxserve.model.config import RopeConfig
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Returns the angle per position of each pair, float32 [head_dim // 2].
 
-    Worked in float32, as the reference implementations that models are trained and checked with
-    do: at position 8191 a float64 table would be 4e-4 radians away from theirs.
+    Rounded where the reference implementations round, which models are trained and checked with:
+    exponent, power and reciprocal each to float32. A float64 table would be 4e-4 radians away from
+    theirs at position 8191. The power itself is exact, as theirs nearly always is; numpy's float32
+    power is not, and differs from theirs in one of six.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    inverse: np.ndarray = np.float32(1.0) / np.power(np.float32(rope.theta), exponents)
+    powers = np.power(np.float64(rope.theta), exponents.astype(np.float64)).astype(np.float32)
+    inverse: np.ndarray = np.float32(1.0) / powers
     return inverse
 
 

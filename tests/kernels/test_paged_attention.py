@@ -1,0 +1,281 @@
+"""One suite for every implementation; the truth is `tests.oracle.oracle_attention`, in float64.
+
+Sequences are laid out as the runner does it, with their pages scattered over the pool and NaN in
+every row that no sequence holds. Many cases share one padded shape: compiling is what costs.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+
+from jaxserve.errors import ShapeError
+from jaxserve.kernels.paged_attention import Impl, paged_attention
+from jaxserve.kernels.paged_attention.xla import BLOCK_TOKENS
+from tests.oracle import oracle_attention
+
+# Largest error of a query over the largest |output| of its batch. float32: sums in another order.
+# bfloat16: inputs are exact in both, but the weights and the output are rounded to 8 bits, twice.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 1.2e-2}
+
+IMPLS: tuple[Impl, ...] = ("reference", "xla")
+H = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One sequence of a step: `q_len` queries, the last at position `kv_len - 1`."""
+
+    q_len: int
+    kv_len: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The padded sizes of a step."""
+
+    num_single_rows: int
+    num_tiles: int
+    tile: int
+    width: int
+    num_pages: int
+
+
+@dataclasses.dataclass
+class Step:
+    """The kernel's inputs for some cases, and where each case's queries are."""
+
+    q_TNH: np.ndarray
+    kv_C2KRH: np.ndarray
+    page_table_XP: np.ndarray
+    q_starts_X: np.ndarray
+    q_lens_X: np.ndarray
+    tokens: list[np.ndarray]
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+
+
+def build_step(
+    cases: list[Case],
+    layout: Layout,
+    *,
+    page: int,
+    heads: tuple[int, int] = (4, 2),
+    dtype: str = "float32",
+    seed: int = 0,
+) -> Step:
+    N, K = heads
+    rng = np.random.default_rng(seed)
+    num_single_rows, tile, num_pages = layout.num_single_rows, layout.tile, layout.num_pages
+    X, T = num_single_rows + layout.num_tiles, num_single_rows + layout.num_tiles * tile
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(jnp.dtype(dtype))
+
+    step = Step(
+        q_TNH=normal(T, N, H),
+        kv_C2KRH=np.full((num_pages, 2, K, page, H), np.nan, jnp.dtype(dtype)),
+        page_table_XP=rng.integers(0, num_pages, (X, layout.width)).astype(np.int32),
+        q_starts_X=np.zeros(X, np.int32),
+        q_lens_X=np.zeros(X, np.int32),
+        tokens=[],
+        keys=[],
+        values=[],
+    )
+    # The last page of the pool is used first: an index that wraps or clamps would find it.
+    free = [num_pages - 1, *rng.permutation(np.arange(1, num_pages - 1))]
+    single, row = iter(range(num_single_rows)), num_single_rows
+    for case in cases:
+        keys, values = normal(case.kv_len, K, H), normal(case.kv_len, K, H)
+        pages = [int(free.pop(0)) for _ in range(-(-case.kv_len // page))]
+        for position in range(case.kv_len):
+            place = (pages[position // page], slice(None), slice(None), position % page)
+            step.kv_C2KRH[place] = np.stack([keys[position], values[position]])
+        start = case.kv_len - case.q_len
+        if case.q_len == 1:
+            rows, size, first = [next(single)], 1, None
+        else:
+            size = tile
+            rows = list(range(row, row + -(-case.q_len // tile)))
+            row, first = rows[-1] + 1, num_single_rows + (rows[0] - num_single_rows) * tile
+        for index, x in enumerate(rows):
+            step.page_table_XP[x, : len(pages)] = pages
+            step.q_starts_X[x] = start + index * size
+            step.q_lens_X[x] = min(size, case.q_len - index * size)
+        step.tokens.append(np.arange(case.q_len) + (rows[0] if first is None else first))
+        step.keys.append(keys)
+        step.values.append(values)
+    assert row <= X
+    return step
+
+
+run = jax.jit(
+    paged_attention,
+    static_argnames=("num_single_rows", "tile", "scale", "window", "soft_cap", "impl"),
+)
+
+
+def attend(
+    step: Step,
+    layout: Layout,
+    *,
+    impl: Impl,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> np.ndarray:
+    out_TNH = run(
+        step.q_TNH,
+        step.kv_C2KRH,
+        step.page_table_XP,
+        step.q_starts_X,
+        step.q_lens_X,
+        num_single_rows=layout.num_single_rows,
+        tile=layout.tile,
+        scale=H**-0.5,
+        impl=impl,
+        window=window,
+        soft_cap=soft_cap,
+    )
+    return np.asarray(out_TNH)
+
+
+def largest_error(
+    step: Step, out_TNH: np.ndarray, *, window: int | None = None, soft_cap: float | None = None
+) -> float:
+    """The largest error relative to the largest output; padding queries must be 0."""
+    wanted_TNH = np.zeros(step.q_TNH.shape)
+    for tokens, keys, values in zip(step.tokens, step.keys, step.values, strict=True):
+        wanted_TNH[tokens] = oracle_attention(
+            step.q_TNH[tokens].astype(np.float64),
+            keys.astype(np.float64),
+            values.astype(np.float64),
+            first_position=len(keys) - len(tokens),
+            scale=H**-0.5,
+            window=window,
+            soft_cap=soft_cap,
+        )
+    is_padding_T = np.ones(len(out_TNH), bool)
+    is_padding_T[np.concatenate(step.tokens)] = False
+    np.testing.assert_array_equal(out_TNH[is_padding_T], 0.0)
+    return float(np.abs(out_TNH.astype(np.float64) - wanted_TNH).max() / np.abs(wanted_TNH).max())
+
+
+BLOCK_EDGES = (1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 2 * BLOCK_TOKENS + 3)
+AT_BLOCK_EDGES = [Case(q, kv) for q, kv in itertools.product(BLOCK_EDGES, BLOCK_EDGES) if q <= kv]
+EDGES = Layout(num_single_rows=6, num_tiles=48, tile=16, width=9, num_pages=110)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_every_query_and_key_length_around_a_block_is_right(impl: Impl, dtype: str) -> None:
+    step = build_step(AT_BLOCK_EDGES, EDGES, page=16, dtype=dtype)
+    out_TNH = attend(step, EDGES, impl=impl)
+    assert out_TNH.dtype == jnp.dtype(dtype)
+    assert largest_error(step, out_TNH) < TOLERANCE[dtype]
+
+
+LENGTHS = (1, 3, 4, 5, 8, 9, 15, 16, 17)
+PAIRS = Layout(num_single_rows=2, num_tiles=6, tile=8, num_pages=80, width=23)
+
+
+@pytest.mark.parametrize("page", [1, 4, 16])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_every_pair_of_lengths_is_right_in_decode_and_prefill(impl: Impl, page: int) -> None:
+    for index, (left, right) in enumerate(itertools.product(LENGTHS, LENGTHS)):
+        # Two decode rows and two chunks of whole prompts; a one-token prompt is a decode row.
+        cases = [Case(1, left), Case(1, right)]
+        cases += [Case(length, length + 2) for length in (left, right) if length > 1]
+        step = build_step(cases, PAIRS, page=page, seed=index)
+        out_TNH = attend(step, PAIRS, impl=impl)
+        assert largest_error(step, out_TNH) < TOLERANCE["float32"], (left, right)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (9, 3)], ids=["N=K", "N=8K", "N=3K"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_query_heads_share_their_kv_head(impl: Impl, heads: tuple[int, int]) -> None:
+    step = build_step([Case(1, 9), Case(5, 17), Case(8, 8)], PAIRS, page=4, heads=heads)
+    assert largest_error(step, attend(step, PAIRS, impl=impl)) < 2e-6
+
+
+@pytest.mark.parametrize("window", [1, 7, BLOCK_TOKENS, 1000])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_window_hides_the_older_keys(impl: Impl, window: int) -> None:
+    cases = [Case(1, 200), Case(1, 5), Case(40, 140), Case(9, 9)]
+    layout = Layout(num_single_rows=3, num_tiles=5, tile=16, num_pages=30, width=13)
+    step = build_step(cases, layout, page=16)
+    out_TNH = attend(step, layout, impl=impl, window=window)
+    assert largest_error(step, out_TNH, window=window) < TOLERANCE["float32"]
+    if window < 200:  # the test can see a window that is one too wide
+        assert largest_error(step, out_TNH, window=window + 1) > 1e-3
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_soft_cap_bounds_the_scores(impl: Impl) -> None:
+    step = build_step([Case(1, 9), Case(5, 17), Case(8, 8)], PAIRS, page=4)
+    out_TNH = attend(step, PAIRS, impl=impl, soft_cap=0.5)
+    assert largest_error(step, out_TNH, soft_cap=0.5) < TOLERANCE["float32"]
+    assert largest_error(step, out_TNH) > 1e-3
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_full_page_table_is_read_to_its_end(impl: Impl) -> None:
+    # 23 pages of 4 are no whole number of blocks: the last one must not shift back.
+    step = build_step([Case(1, 92), Case(17, 92)], PAIRS, page=4)
+    assert largest_error(step, attend(step, PAIRS, impl=impl)) < 2e-6
+
+
+@pytest.mark.parametrize("garbage", [-1, 2**30], ids=["minus one", "huge"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_padding_rows_hold_changes_no_bit_of_the_others(impl: Impl, garbage: int) -> None:
+    step = build_step([Case(1, 9), Case(5, 17)], PAIRS, page=4)
+    wanted_TNH = attend(step, PAIRS, impl=impl)
+    is_padding_X = step.q_lens_X == 0
+    step.q_starts_X[is_padding_X] = garbage
+    step.page_table_XP[is_padding_X] = garbage
+    step.page_table_XP[2, 5:] = garbage  # past the last page of a real row too
+    is_padding_T = np.ones(len(step.q_TNH), bool)
+    is_padding_T[np.concatenate(step.tokens)] = False
+    step.q_TNH[is_padding_T] = np.nan
+    out_TNH = attend(step, PAIRS, impl=impl)
+    np.testing.assert_array_equal(out_TNH, wanted_TNH)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_step_of_padding_alone_gives_zeros(impl: Impl) -> None:
+    step = build_step([Case(1, 9)], PAIRS, page=4)
+    step.q_lens_X[:] = 0
+    out_TNH = attend(step, PAIRS, impl=impl)
+    np.testing.assert_array_equal(out_TNH, np.zeros_like(out_TNH))
+
+
+def test_a_row_is_the_same_bit_for_bit_beside_a_much_longer_one() -> None:
+    short, long = Case(1, 9), Case(1, 90)
+    alone = build_step([short], PAIRS, page=4)
+    both = build_step([short, long], PAIRS, page=4)
+    out_alone, out_both = (attend(step, PAIRS, impl="xla") for step in (alone, both))
+    np.testing.assert_array_equal(out_alone[0], out_both[0])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_queries_wider_than_the_pool_come_out_in_their_own_dtype(impl: Impl) -> None:
+    step = build_step([Case(1, 9), Case(5, 17)], PAIRS, page=4, dtype="bfloat16")
+    step.q_TNH = step.q_TNH.astype(np.float32)
+    out_TNH = attend(step, PAIRS, impl=impl)
+    assert out_TNH.dtype == np.float32
+    assert largest_error(step, out_TNH) < TOLERANCE["float32"]  # nothing was rounded on the way
+
+
+def test_wrong_layouts_are_refused_by_name() -> None:
+    step = build_step([Case(1, 9)], PAIRS, page=4)
+    with pytest.raises(ShapeError, match=r"50 tokens, but 2 one-token rows and 6 tiles of 4 need"):
+        attend(step, dataclasses.replace(PAIRS, tile=4), impl="xla")
+    step.q_TNH = step.q_TNH[:, :3]
+    with pytest.raises(ShapeError, match="3 query heads cannot share 2 KV heads evenly"):
+        attend(step, PAIRS, impl="xla")
+    step = build_step([Case(1, 9)], PAIRS, page=4)
+    step.q_lens_X = step.q_lens_X.astype(np.uint32)
+    with pytest.raises(ShapeError, match="q_lens_X must be int32, got uint32"):
+        attend(step, PAIRS, impl="xla")
