@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import jaxlib
+import jaxlib.version
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.runner.memory import read_cpu_flags
@@ -48,7 +48,7 @@ def versioned_folder(root: Path) -> Path:
     compiled for other CPU features may not run here."""
     device = jax.devices()[0]
     facts = (
-        jaxlib.__version__,
+        jaxlib.version.__version__,
         device.platform,
         device.device_kind,
         device.client.platform_version,
@@ -56,7 +56,7 @@ def versioned_folder(root: Path) -> Path:
         *sorted(read_cpu_flags()),
     )
     digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:12]
-    return root / f"jaxlib-{jaxlib.__version__}-{device.platform}-{digest}"
+    return root / f"jaxlib-{jaxlib.version.__version__}-{device.platform}-{digest}"
 
 
 def _usable_folder(root: Path) -> Path | None:

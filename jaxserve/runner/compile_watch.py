@@ -14,8 +14,9 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # also when the c
 _HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 
-class _ThreadHits(threading.local):
-    count = 0
+class _ThreadCounts(threading.local):
+    compiles = 0  # those that the cache had among them
+    hits = 0
 
 
 class CompileWatch:
@@ -31,14 +32,19 @@ class CompileWatch:
         self.is_armed = False
         self.num_recompiles = 0
         self._metrics = metrics
-        self._thread_hits = _ThreadHits()
+        self._here = _ThreadCounts()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
 
     @property
     def num_hits_here(self) -> int:
         """Programs that this thread took from the persistent cache."""
-        return self._thread_hits.count
+        return self._here.hits
+
+    @property
+    def num_compiles_here(self) -> int:
+        """Programs that this thread compiled."""
+        return self._here.compiles - self._here.hits
 
     def close(self) -> None:
         jax.monitoring.unregister_event_duration_listener(self._on_duration)
@@ -46,13 +52,14 @@ class CompileWatch:
 
     def _on_event(self, event: str, **_: str | int) -> None:
         if event == _HIT_EVENT:
-            self._thread_hits.count += 1
+            self._here.hits += 1
 
-    def _on_duration(self, event: str, duration_s: float, **_: str | int) -> None:
-        if event != _COMPILE_EVENT or not self.is_armed:
+    def _on_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event != _COMPILE_EVENT:
             return
-        if threading.current_thread().name.startswith(COMPILE_THREAD_PREFIX):
+        self._here.compiles += 1
+        if not self.is_armed or threading.current_thread().name.startswith(COMPILE_THREAD_PREFIX):
             return
         self.num_recompiles += 1
         self._metrics.recompiles.inc()
-        logger.warning("compiled after warm-up seconds=%.2f", duration_s)
+        logger.warning("compiled after warm-up seconds=%.2f", duration_secs)

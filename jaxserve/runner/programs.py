@@ -21,7 +21,7 @@ from jaxserve.model.params import Params, abstract_params
 from jaxserve.plan import Bucket
 from jaxserve.runner import steps
 from jaxserve.runner.batch import packed_len
-from jaxserve.runner.buckets import BucketScheme, OutputBucket
+from jaxserve.runner.buckets import VARIANTS, BucketScheme, OutputBucket
 from jaxserve.runner.compile_cache import persistent_cache
 from jaxserve.runner.compile_watch import COMPILE_THREAD_PREFIX, CompileWatch
 from jaxserve.runner.spec import RunnerSpec
@@ -65,7 +65,9 @@ def program_keys(
     """Returns the keys of every program that steps within the scheme can run; the slowest to
     compile first, so that threads end together."""
     forwards = sorted(scheme.forwards, key=lambda bucket: -bucket.num_tokens)
-    outputs = sorted(scheme.outputs, key=lambda bucket: -bucket.rows)
+    outputs = sorted(
+        scheme.outputs, key=lambda b: (VARIANTS.index(b.variant), b.rows), reverse=True
+    )
     kinds: tuple[Kind, ...] = ("init", "row_load", "counts")
     return (
         *(ProgramKey(kind="forward", spec=spec, bucket=bucket) for bucket in forwards),
@@ -122,16 +124,18 @@ class Programs:
 
     def _compile(self, key: ProgramKey) -> tuple[jax.stages.Compiled, float]:
         started_s = time.monotonic()
-        num_hits_before = self._watch.num_hits_here
+        watch = self._watch
+        hits_before, compiles_before = watch.num_hits_here, watch.num_compiles_here
         compiled = lower(key).compile()
-        is_hit = self._watch.num_hits_here > num_hits_before
+        num_hits = watch.num_hits_here - hits_before
+        num_compiles = watch.num_compiles_here - compiles_before  # 0: this process had it already
         seconds = time.monotonic() - started_s
         self._metrics.compile_seconds.labels(kind=key.kind).inc(seconds)
-        if is_hit:
-            self._metrics.cache_hits.inc()
-        else:
-            self._metrics.compiles.labels(kind=key.kind).inc()
-        logger.info("compiled program=%r seconds=%.2f cached=%s", key.name, seconds, is_hit)
+        self._metrics.cache_hits.inc(num_hits)
+        self._metrics.compiles.labels(kind=key.kind).inc(num_compiles)
+        logger.info(
+            "compiled program=%r seconds=%.2f is_cached=%s", key.name, seconds, not num_compiles
+        )
         return compiled, seconds
 
     def forbid_compiles(self) -> None:

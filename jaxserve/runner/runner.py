@@ -1,5 +1,6 @@
 """The runner: owns parameters, KV pool, state rows and programs, and turns plans into results."""
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -156,16 +157,16 @@ class Runner:
         self._kv, page_table_BP, self._hidden_TD, result = self._run["forward", bucket](
             self._params, self._kv, held.page_table_BP, self._hidden_TD, held.last_token_B, packed_I
         )
-        self._state = held = held.replace(page_table_BP=page_table_BP)
+        self._state = held = dataclasses.replace(held, page_table_BP=page_table_BP)
         if sampling:
             arguments = (self._head, self._hidden_TD, held.last_token_B, held.sampling, rows_3R)
             run = self._run["output", output]
             if output.variant == "full":
                 last_token_B, rows, result = run(*arguments)
-                self._state = held.replace(last_token_B=last_token_B, sampling=rows)
+                self._state = dataclasses.replace(held, last_token_B=last_token_B, sampling=rows)
             else:
                 last_token_B, result = run(*arguments)
-                self._state = held.replace(last_token_B=last_token_B)
+                self._state = dataclasses.replace(held, last_token_B=last_token_B)
             self._metrics.output_programs.labels(variant=output.variant).inc()
         result.copy_to_host_async()
         self._count_step(plan, bucket)
@@ -187,7 +188,8 @@ class Runner:
         for triples_3I in state.build_counts(loads, self._spec):
             rows = self._state.sampling
             counts_BV = self._run["counts", None](rows.counts_BV, jax.device_put(triples_3I))
-            self._state = self._state.replace(sampling=rows.replace(counts_BV=counts_BV))
+            rows = dataclasses.replace(rows, counts_BV=counts_BV)
+            self._state = dataclasses.replace(self._state, sampling=rows)
 
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         for first in range(0, len(copies), steps.COPY_WIDTH):

@@ -117,4 +117,9 @@ def _extra_bytes(compiled: jax.stages.Compiled) -> int:
     if memory is None:
         return 0
     new_output = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return int(memory.temp_size_in_bytes + new_output + memory.generated_code_size_in_bytes)
+    parts: tuple[int, ...] = (
+        memory.temp_size_in_bytes,
+        memory.generated_code_size_in_bytes,
+        new_output,
+    )
+    return sum(parts)

@@ -1,5 +1,6 @@
 """State rows: what the device keeps of each running sequence, and the programs that fill them."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -173,7 +174,9 @@ def load_rows(state: RowState, packed_LI: Array, *, spec: RunnerSpec) -> RowStat
         min_tokens_B=put(rows.min_tokens_B, min_tokens_L),
         counts_BV=rows.counts_BV.at[row_L].set(0, mode="drop"),
     )
-    return state.replace(page_table_BP=put(state.page_table_BP, pages_LP), sampling=sampling)
+    return dataclasses.replace(
+        state, page_table_BP=put(state.page_table_BP, pages_LP), sampling=sampling
+    )
 
 
 def _load_cuts(spec: RunnerSpec) -> list[int]:

@@ -1,6 +1,7 @@
 """What the compiled programs do: pure functions of device arrays."""
 
-import jax
+import dataclasses
+
 from jax import Array, lax
 from jax import numpy as jnp
 
@@ -103,7 +104,7 @@ def full_output_step(
         head, hidden_TD, last_token_B, sampling, rows_3R, spec=spec, variant="full"
     )
     counts_BV = sampler.record(sampling.counts_BV, rows_3R[1], result_R3[:, 0])
-    return last_token_B, sampling.replace(counts_BV=counts_BV), result_R3
+    return last_token_B, dataclasses.replace(sampling, counts_BV=counts_BV), result_R3
 
 
 def copy_pages(kv: KV, pages_2W: Array) -> KV:
@@ -114,4 +115,4 @@ def copy_pages(kv: KV, pages_2W: Array) -> KV:
     def copy(pool_C2KRH: Array) -> Array:
         return pool_C2KRH.at[target_W].set(pool_C2KRH.at[source_W].get(mode="clip"), mode="drop")
 
-    return jax.tree.map(copy, kv)
+    return tuple(copy(pool_C2KRH) for pool_C2KRH in kv)

@@ -36,7 +36,7 @@ CONFIG = Config.model_validate(
         "kv": {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE},
         "scheduler": {"max_seqs": 9, "max_chunks": 3},
         "buckets": {
-            "decode_seqs": [2, 4],
+            "decode_seqs": [2],
             "chunk_tokens": [8, 24],
             "chunk_decode_seqs": [2],
             "chunk_tile": 4,
@@ -142,7 +142,9 @@ class Driver:
         """Runs the sequences together, each to its number of tokens, prompts in chunks of at most
         `chunk_len` that share the step's tiles."""
         while active := [s for s in sequences if len(s.output) < num_tokens]:
-            singles, longer, room = [], [], self.runner.limits.max_chunk_tokens
+            room = self.runner.limits.max_chunk_tokens
+            singles: list[tuple[Row, int]] = []
+            longer: list[tuple[Row, int]] = []
             for sequence in active:
                 length = min(len(sequence.tokens) - sequence.num_computed, chunk_len)
                 tiles = -(-length // 4) * 4
@@ -214,7 +216,8 @@ def oracle_logits(params: Params, tokens: Sequence[int]) -> np.ndarray:
         return np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
 
     def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + MODEL.norm_eps) * weight
+        scale = np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + MODEL.norm_eps)
+        return np.multiply(x / scale, weight)
 
     for layer in weights["layers"].values():
         y = norm(x_TD, layer["attn_norm_D"])
@@ -230,7 +233,8 @@ def oracle_logits(params: Params, tokens: Sequence[int]) -> np.ndarray:
         y = norm(x_TD, layer["mlp_norm_D"])
         gate = y @ layer["gate_DF"]
         x_TD = x_TD + (gate / (1 + np.exp(-gate)) * (y @ layer["up_DF"])) @ layer["down_FD"]
-    logits_V: np.ndarray = norm(x_TD[-1], weights["final_norm_D"]) @ weights["embedding_VD"].T
+    y_D = norm(x_TD[-1], weights["final_norm_D"])
+    logits_V: np.ndarray = np.einsum("d,vd->v", y_D, weights["embedding_VD"])
     return logits_V[: MODEL.vocab_size]
 
 
