@@ -107,7 +107,8 @@ def _needed_bytes(
     compile_keys(largest)
     program_bytes = max(_extra_bytes(programs[key]) for key in largest)
     _, state, hidden_TD = jax.eval_shape(lambda: init_arrays(spec=sizes.spec))
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state, hidden_TD)))
+    leaves = jax.tree.leaves((state, hidden_TD))
+    held: int = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     return num_param_bytes(model, dtypes[0]) + held + program_bytes
 
 

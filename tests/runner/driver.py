@@ -217,7 +217,8 @@ def oracle_logits(params: Params, tokens: Sequence[int]) -> np.ndarray:
 
     def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         scale = np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + MODEL.norm_eps)
-        return np.multiply(x / scale, weight)
+        normed: np.ndarray = x / scale * weight
+        return normed
 
     for layer in weights["layers"].values():
         y = norm(x_TD, layer["attn_norm_D"])
