@@ -179,7 +179,7 @@ class Scheduler:
         num_surplus = num_useful = 0
         for chunk in plan.chunks:
             sequence = self._live.get(chunk.sequence_id)
-            if sequence is None or sequence.id in self._ended:
+            if sequence is None:
                 num_surplus += chunk.samples
                 continue
             num_useful += 1

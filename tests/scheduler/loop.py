@@ -93,6 +93,7 @@ class Loop:
         self.plans: list[StepPlan] = []
         self.num_steps = 0
         self._num_uncommitted = 0
+        self._has_work = False  # of the last plan
         self._in_flight: collections.deque[tuple[StepPlan, FakeInFlight]] = collections.deque()
         self._points = self._run()
 
@@ -166,7 +167,7 @@ class Loop:
             point = self.advance()
             if on_point:
                 on_point(point)
-            if point == "committed" or (point == "launched" and not self._must_retire(True)):
+            if point == "committed" or (point == "launched" and not self._must_retire()):
                 return
 
     def drain(self, max_steps: int) -> None:
@@ -192,14 +193,16 @@ class Loop:
     def is_running(self, request: Request) -> bool:
         return request.sequences[0].state is SequenceState.RUNNING
 
-    def _must_retire(self, has_work: bool) -> bool:
-        return bool(self._in_flight) and (len(self._in_flight) >= self.depth or not has_work)
+    def _must_retire(self) -> bool:
+        is_full = len(self._in_flight) >= self.depth
+        return bool(self._in_flight) and (is_full or not self._has_work)
 
     def _run(self) -> Iterator[Point]:
         while True:
             self.expire()
             plan = self.scheduler.schedule(self.now_s)
             self._check_plan(plan)
+            self._has_work = plan.has_work
             self._num_uncommitted += plan.has_work
             yield "scheduled"
             if plan.has_work:
@@ -207,7 +210,7 @@ class Loop:
                 self.num_steps += 1
                 self._in_flight.append((plan, self.runner.launch(plan)))
             yield "launched"
-            if self._must_retire(plan.has_work):
+            if self._must_retire():
                 launched, in_flight = self._in_flight.popleft()
                 result = in_flight.result()
                 yield "read"
