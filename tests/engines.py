@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import Any, Final
 
 from jaxserve.config import Config, KVSection, LimitsSection, RunnerSection, SchedulerSection
 from jaxserve.engine import Delta, Engine, EngineState, Event, Finished, ServedModel, Started
@@ -135,7 +135,12 @@ def gather(events: Iterable[Event]) -> Output:
     return output
 
 
-def ask(prompt: str | tuple[int, ...], *, id: str = "", **sampling: object) -> GenerationRequest:
+def ask(
+    prompt: str | tuple[int, ...],
+    *,
+    id: str = "",
+    **sampling: Any,  # noqa: ANN401  # wrong types too
+) -> GenerationRequest:
     """Returns a greedy request for up to 8 tokens, unless told otherwise."""
     params = {"temperature": 0.0, "max_tokens": 8, **sampling}
-    return GenerationRequest(prompt=prompt, id=id, sampling=SamplingParams(**params))  # type: ignore[arg-type]  # tests pass wrong ones on purpose
+    return GenerationRequest(prompt=prompt, id=id, sampling=SamplingParams(**params))

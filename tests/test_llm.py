@@ -8,7 +8,7 @@ import jaxserve
 from jaxserve.config import LimitsSection
 from jaxserve.engine import EngineState
 from jaxserve.errors import InvalidRequestError, NotServingError
-from jaxserve.llm import LLM
+from jaxserve.llm import LLM, Prompt
 from jaxserve.request import ChatMessage, ChatPrompt, FinishReason, SamplingParams
 from tests.engines import build_engine, check_accounts, check_idle
 from tests.fakes import CHAT_TEMPLATE, EOS_ID, expected_output, say
@@ -39,7 +39,7 @@ def test_one_text_gives_a_list_of_one(llm: LLM) -> None:
 
 
 def test_completions_come_in_the_order_of_the_prompts_however_many(llm: LLM) -> None:
-    prompts = [[n, n + 1] for n in range(60)]  # many more than the queue takes
+    prompts = [(n, n + 1) for n in range(60)]  # many more than the queue takes
     seen: list[tuple[int, int]] = []
     completions = llm.generate(prompts, GREEDY, progress=lambda *counts: seen.append(counts))
     assert [list(done.token_ids) for done in completions] == [
@@ -50,13 +50,15 @@ def test_completions_come_in_the_order_of_the_prompts_however_many(llm: LLM) -> 
 
 def test_a_list_of_ids_is_one_prompt_and_kinds_may_be_mixed_in_a_list(llm: LLM) -> None:
     (alone,) = llm.generate([104, 105], GREEDY)
-    mixed = llm.generate(["hi", (104, 105), [104, 105]], GREEDY)
+    kinds: list[Prompt] = ["hi", (104, 105), [104, 105]]
+    mixed = llm.generate(kinds, GREEDY)
     assert {done.token_ids for done in mixed} == {alone.token_ids}
 
 
 def test_chat_renders_a_text_as_a_users_message(llm: LLM) -> None:
     conversation = ChatPrompt(messages=(ChatMessage(role="user", content="hi"),))
-    for done in llm.generate(["hi", conversation], chat=True):
+    prompts: list[Prompt] = ["hi", conversation]
+    for done in llm.generate(prompts, chat=True):
         assert (done.text, done.usage.prompt_tokens) == ("hey", len(CHAT))
 
 
@@ -68,7 +70,7 @@ def test_a_bad_prompt_cancels_the_others_and_the_engine_goes_on(llm: LLM) -> Non
     with pytest.raises(InvalidRequestError, match="a prompt token id is 999"):
         llm.generate([[1, 2], [999]], GREEDY)
     with pytest.raises(InvalidRequestError, match="both token ids and prompts"):
-        llm.generate([1, "hi"], GREEDY)  # type: ignore[list-item]  # on purpose
+        llm.generate([1, "hi"], GREEDY)  # type: ignore[arg-type]  # on purpose
     with pytest.raises(InvalidRequestError, match="a prompt token id is True"):
         llm.generate([True, 1], GREEDY)
     assert len(llm.generate([1, 2], GREEDY)[0].token_ids) == 6

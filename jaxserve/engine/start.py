@@ -98,10 +98,16 @@ def _build_runner(
 ) -> "Runner":
     from jaxserve.runner.runner import Runner
 
+    shown: set[int] = set()
+
+    def show_load(num_done_bytes: int, num_all_bytes: int) -> None:
+        num_done = num_done_bytes // MIB
+        if num_done not in shown:
+            shown.add(num_done)
+            progress("load", num_done, num_all_bytes // MIB)
+
     return Runner(
-        lambda dtype: source.load_params(
-            dtype, lambda done, total: progress("load", done // MIB, total // MIB)
-        ),
+        lambda dtype: source.load_params(dtype, show_load),
         header.config,
         config,
         metrics=metrics,

@@ -1,6 +1,7 @@
 """How a request ends well, and that text, ids, usage and reason agree."""
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ def answer(
     *,
     overlap: bool = True,
     prompt: tuple[int, ...] = PROMPT,
-    **fields: object,
+    **fields: Any,  # noqa: ANN401
 ) -> Output:
     engine, runner = build_engine(script=script, overlap=overlap)
     with serve(engine, runner):
@@ -182,7 +183,7 @@ def test_many_requests_get_what_each_would_alone() -> None:
         assert output.token_ids == expected_output(prompt, SamplingParams(temperature=0.0), 8)
 
 
-def run_preempted(sampling: dict[str, object], preempt_at: set[int]) -> tuple[Output, int]:
+def run_preempted(sampling: dict[str, Any], preempt_at: set[int]) -> tuple[Output, int]:
     """Runs one request and takes its pages back after the given numbers of results."""
     results = itertools.count(1)
     engine: Engine
@@ -210,7 +211,7 @@ def run_preempted(sampling: dict[str, object], preempt_at: set[int]) -> tuple[Ou
         {"repetition_penalty": 1.3, "presence_penalty": 0.5, "max_tokens": 30, "ignore_eos": True},
     ],
 )
-def test_preemption_at_any_token_leaves_the_stream_as_it_was(sampling: dict[str, object]) -> None:
+def test_preemption_at_any_token_leaves_the_stream_as_it_was(sampling: dict[str, Any]) -> None:
     undisturbed, _ = run_preempted(sampling, set())
     times = [{index} for index in range(1, 13)] + [{2, 9}, {4, 5, 6}]
     for preempt_at in times:

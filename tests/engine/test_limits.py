@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,11 +37,16 @@ BOUNDS = LimitsSection(
 )
 
 
-def admit(prompt: object = (1, 2, 3), *, template: str | None = None, **fields: object) -> Request:
+def admit(
+    prompt: object = (1, 2, 3),
+    *,
+    template: str | None = None,
+    **fields: Any,  # noqa: ANN401
+) -> Request:
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     sampling = {name: value for name, value in fields.items() if name in names}
     rest = {name: value for name, value in fields.items() if name not in names}
-    asked = GenerationRequest(prompt=prompt, sampling=SamplingParams(**sampling), **rest)  # type: ignore[arg-type]  # wrong ones are the point
+    asked = GenerationRequest(prompt=prompt, sampling=SamplingParams(**sampling), **rest)  # type: ignore[arg-type]  # wrong ones too
     return resolve(
         asked,
         model=MODEL,
@@ -51,7 +57,7 @@ def admit(prompt: object = (1, 2, 3), *, template: str | None = None, **fields: 
 
 
 BAD_IDS = [-1, VOCAB_SIZE, 320, 2**31, 2**70, "abc", True, 1.0, None]
-BAD_VALUES: dict[str, list[object]] = {
+BAD_VALUES: dict[str, list[Any]] = {
     "temperature": [-0.1, math.nan, math.inf, -math.inf, True, "1", None, 10**400, 1e7],
     "top_k": [-1, 1.5, True, math.nan, "1", None],
     "top_p": [0.0, -0.1, 1.01, math.nan, True, None],
@@ -83,9 +89,9 @@ BAD_VALUES: dict[str, list[object]] = {
     ("name", "value"),
     [(name, value) for name, values in BAD_VALUES.items() for value in values],
 )
-def test_a_bad_value_is_refused_by_name(name: str, value: object) -> None:
+def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:  # noqa: ANN401
     with pytest.raises(InvalidRequestError) as refusal:
-        admit(**{name: value})  # type: ignore[arg-type]  # any field
+        admit(**{name: value})
     wanted = {"id": "request_id", "deadline_s": "deadline", "queue_timeout_s": "queue_timeout"}
     assert refusal.value.field.endswith(wanted.get(name, name))
     assert ", but " in str(refusal.value) or "empty string" in str(refusal.value)
@@ -120,7 +126,7 @@ def test_a_bad_prompt_is_refused(prompt: object, field: str, message: str) -> No
     assert refusal.value.field == field
 
 
-EXTREMES: list[tuple[str, object]] = [
+EXTREMES: list[tuple[str, Any]] = [
     ("temperature", 0), ("temperature", 1e-8), ("temperature", np.float32(0.5)),
     ("top_k", 2**40), ("top_p", 1e-9), ("min_p", 1),
     ("presence_penalty", -2), ("frequency_penalty", 2.0), ("repetition_penalty", 1e-6),
@@ -132,7 +138,7 @@ EXTREMES: list[tuple[str, object]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), EXTREMES)
-def test_the_largest_and_smallest_allowed_values_pass(name: str, value: object) -> None:
+def test_the_largest_and_smallest_allowed_values_pass(name: str, value: Any) -> None:  # noqa: ANN401
     assert admit(**{name: value}).prompt == (1, 2, 3)
 
 

@@ -238,7 +238,7 @@ def test_a_closed_event_loop_does_not_disturb_the_writer() -> None:
     source = Source()
     loop = asyncio.new_event_loop()
     events = aiter(source.stream)
-    waiting = loop.create_task(anext(events))  # type: ignore[arg-type]  # it is a coroutine
+    waiting: asyncio.Task[object] = loop.create_task(anext(events))  # type: ignore[arg-type]  # it is a coroutine
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     source.stream.start()

@@ -1,0 +1,214 @@
+"""Many threads at once: random aborts, deadlines, slow and vanishing readers; nothing is lost."""
+
+import asyncio
+import collections
+import dataclasses
+import functools
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from jaxserve.config import LimitsSection
+from jaxserve.engine import Delta, Engine, EngineState, Event, Finished, Started, Stream
+from jaxserve.errors import DeadlineError, QueueFullError, RequestError, SlowReaderError
+from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
+from tests.engines import ask, build_engine, gather, serve
+from tests.fakes import expected_output
+
+NUM_THREADS = 6
+NUM_REQUESTS = 70  # of each thread
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Ticks:
+    """A clock that moves a little each time it is looked at: deadlines fall anywhere."""
+
+    def __init__(self) -> None:
+        self._ticks = itertools.count()
+
+    def __call__(self) -> float:
+        return next(self._ticks) * 0.001
+
+
+def any_request(rng: random.Random, engine: Engine) -> GenerationRequest:
+    prompt = tuple(rng.randrange(256) for _ in range(rng.randint(1, 24)))
+    request = ask(
+        prompt,
+        max_tokens=rng.randint(1, 16),
+        ignore_eos=True,
+        stop_strings=rng.choice([(), (), ("zz", "q")]),
+    )
+    soon_s = engine.now() + rng.random()
+    return dataclasses.replace(
+        request,
+        deadline_s=soon_s if rng.random() < 0.2 else None,
+        priority=rng.choice([0, 0, 0, 1]),
+    )
+
+
+class Tally:
+    """How requests ended, over all threads; and what was wrong, if anything."""
+
+    def __init__(self) -> None:
+        self.ends: collections.Counter[str] = collections.Counter()
+        self.faults: list[str] = []
+        self._lock = threading.Lock()
+
+    def read(self, request: GenerationRequest, events: Iterator[Event]) -> None:
+        """Reads to the end and compares with what the request alone would get."""
+        token_ids: list[int] = []
+        end = ""
+        try:
+            for event in events:
+                if end:
+                    self._add(end, f"{event} after the end")
+                match event:
+                    case Delta():
+                        token_ids += event.token_ids
+                    case Finished():
+                        end = event.reason.value
+                        if event.usage.completion_tokens != len(token_ids):
+                            self._add(end, f"usage {event.usage} for {len(token_ids)} ids")
+        except (DeadlineError, SlowReaderError) as error:
+            end = type(error).__name__
+        assert isinstance(request.prompt, tuple)
+        wanted = expected_output(request.prompt, GREEDY, len(token_ids))
+        self._add(end or "nothing", "" if token_ids == wanted else f"{token_ids} for {wanted}")
+
+    def _add(self, end: str, fault: str) -> None:
+        with self._lock:
+            self.ends[end] += 1
+            if fault:
+                self.faults.append(fault)
+
+
+def user(engine: Engine, tally: Tally, seed: int) -> None:
+    """One thread's requests: some read, some given up, some forgotten for a while."""
+    rng = random.Random(seed)
+    unread: list[tuple[GenerationRequest, Iterator[Event]]] = []
+    for _ in range(NUM_REQUESTS):
+        request = any_request(rng, engine)
+        try:
+            stream = engine.submit(request)
+        except QueueFullError:
+            for late in unread:
+                tally.read(*late)
+            unread.clear()
+            stream = wait_for_room(engine, request)
+        match rng.randrange(5):
+            case 0:
+                stream.cancel()
+                tally.read(request, iter(stream))
+            case 1:
+                engine.abort(stream.request_id)
+                unread.append((request, iter(stream)))
+            case 2:
+                unread.append((request, iter(stream)))
+            case _:
+                tally.read(request, iter(stream))
+    for late in unread:
+        tally.read(*late)
+
+
+def wait_for_room(engine: Engine, request: GenerationRequest) -> Stream:
+    while True:
+        try:
+            return engine.submit(request)
+        except QueueFullError:
+            continue
+
+
+def run_threads(targets: list[Callable[[], None]]) -> None:
+    errors: list[BaseException] = []
+
+    def guard(target: Callable[[], None]) -> None:
+        try:
+            target()
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=guard, args=(target,)) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_every_request_ends_once_whatever_its_callers_do(overlap: bool) -> None:
+    engine, runner = build_engine(
+        clock=Ticks(),
+        overlap=overlap,
+        bounds=LimitsSection(max_waiting_requests=20, stream_buffer_bytes=8 * 12),
+    )
+    tally = Tally()
+    with serve(engine, runner):
+        run_threads([functools.partial(user, engine, tally, seed) for seed in range(NUM_THREADS)])
+        canary = gather(engine.submit(ask((1, 2, 3), ignore_eos=True)))
+    assert tally.faults == []
+    assert tally.ends.total() == NUM_THREADS * NUM_REQUESTS
+    wanted = {"cancelled", "max_tokens", "DeadlineError", "SlowReaderError"}
+    assert set(tally.ends) >= wanted, tally.ends
+    assert canary.token_ids == expected_output((1, 2, 3), GREEDY, 8)
+    assert engine.state is EngineState.STOPPED
+    submitted = engine.metrics.value("requests_submitted_total")
+    assert submitted == NUM_THREADS * NUM_REQUESTS + 1
+
+
+@pytest.mark.asyncio
+async def test_sixty_four_tasks_a_third_of_them_cancelled() -> None:
+    engine, runner = build_engine()
+    rng = random.Random(7)
+    ended: collections.Counter[str] = collections.Counter()
+
+    async def read(number: int, num_events: int | None) -> None:
+        prompt = (number, number + 1)
+        stream = engine.submit(ask(prompt, max_tokens=20, ignore_eos=True))
+        token_ids: list[int] = []
+        num_seen = 0
+        async for event in stream:
+            num_seen += 1
+            match event:
+                case Started():
+                    assert num_seen == 1
+                case Delta():
+                    token_ids += event.token_ids
+                case Finished():
+                    assert event.reason is FinishReason.MAX_TOKENS
+                    assert token_ids == expected_output(prompt, GREEDY, 20)
+                    ended["whole"] += 1
+            if num_seen == num_events:
+                break
+
+    with serve(engine, runner):
+        tasks = [
+            asyncio.create_task(read(n, rng.randint(1, 3) if n % 6 == 0 else None))
+            for n in range(64)
+        ]
+        await asyncio.sleep(0)
+        for n in range(1, 64, 6):
+            tasks[n].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(engine.drain, 600.0)
+    num_cancelled = sum(isinstance(result, asyncio.CancelledError) for result in results)
+    assert [r for r in results if r and not isinstance(r, asyncio.CancelledError)] == []
+    assert num_cancelled == 11
+    assert ended["whole"] >= 64 - 11 - 11
+
+
+def test_refusals_in_the_middle_of_it_all_change_nothing() -> None:
+    engine, runner = build_engine()
+    with serve(engine, runner):
+        streams = []
+        for n in range(30):
+            streams.append(engine.submit(ask((n,), ignore_eos=True)))
+            with pytest.raises(RequestError):
+                engine.submit(ask((n, 999)))
+        outputs = [gather(stream) for stream in streams]
+    for n, output in enumerate(outputs):
+        assert output.token_ids == expected_output((n,), GREEDY, 8)
