@@ -16,7 +16,13 @@ from jaxserve.checkpoint.header import (
     SamplingDefaults,
     WeightDtype,
 )
-from jaxserve.checkpoint.layout import check_tensors, load_all, stored_names, stored_shape
+from jaxserve.checkpoint.layout import (
+    check_tensors,
+    check_vocab,
+    load_all,
+    stored_names,
+    stored_shape,
+)
 from jaxserve.errors import CheckpointError
 from jaxserve.model.config import ModelConfig
 
@@ -29,6 +35,7 @@ STORED_TYPES = {
     8: ("Q8_0", 32, 34),
     30: ("BF16", 1, 2),
 }
+MIN_BLOCKS = 512
 # What else a reader may be asked for, so that it can be refused by name.
 OTHER_TYPES = {
     6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
@@ -60,6 +67,7 @@ class GgufSource:
         """
         config = self._config
         tokenizer = read_tokenizer(self._file)
+        check_vocab(config, tokenizer, str(self.path))
         counts: collections.Counter[str] = collections.Counter()
         for entry in self._file.tensors.values():
             counts[type_name(entry.type_id)] += num_stored_bytes(entry)
@@ -166,8 +174,21 @@ def read_tensor(buffer: mmap.mmap | bytes, entry: TensorEntry) -> np.ndarray:
     kind = GGMLQuantizationType(entry.type_id)
     if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
         return dequantize(stored, kind).reshape(entry.shape)
-    rows = stored.reshape(*entry.shape[:-1], -1)
-    return dequantize(rows, kind).reshape(entry.shape)
+    return dequantize(stored.reshape(_num_pieces(entry), -1), kind).reshape(entry.shape)
+
+
+def _num_pieces(entry: TensorEntry) -> int:
+    """Returns into how many equal pieces of whole blocks a tensor is cut for the library.
+
+    It decodes 16 rows at a time, which for short rows is all overhead: rows of about MIN_BLOCKS
+    blocks, whatever the tensor's own rows are, take a third less time. Blocks do not depend on
+    each other, so the values are the same.
+    """
+    _, block_size, _ = STORED_TYPES[entry.type_id]
+    num_blocks, pieces = entry.num_elements // block_size, 1
+    while num_blocks % (2 * pieces) == 0 and num_blocks // (2 * pieces) >= MIN_BLOCKS:
+        pieces *= 2
+    return pieces
 
 
 def unpermute(stored: np.ndarray, num_heads: int) -> np.ndarray:

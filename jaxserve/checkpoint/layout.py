@@ -5,6 +5,7 @@ A stored weight is [out, in]; ours is [in, out] with the heads split: a table fo
 
 import concurrent.futures
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 
@@ -13,6 +14,9 @@ import numpy as np
 from jaxserve.checkpoint.header import NumpyParams, Progress, WeightDtype
 from jaxserve.errors import CheckpointError
 from jaxserve.model.config import ModelConfig
+from jaxserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 MAX_THREADS = 8
 
@@ -106,7 +110,7 @@ def to_param(stored: np.ndarray, path: str, config: ModelConfig) -> np.ndarray:
             return stored.T
         case "NH" | "KH":
             return stored.reshape(-1, H)
-        case "VD":
+        case "VD" if config.padded_vocab_size > config.vocab_size:
             return np.pad(stored, ((0, config.padded_vocab_size - config.vocab_size), (0, 0)))
     return stored
 
@@ -132,7 +136,10 @@ def load_all(
     flat: dict[str, np.ndarray] = {}
 
     def load_one(path: str) -> tuple[str, np.ndarray]:
-        param = to_param(read(path), path, config).astype(specs[path].dtype, order="C")
+        stored = to_param(read(path), path, config)
+        param = stored.astype(specs[path].dtype, order="C", copy=False)
+        if not param.flags.writeable:  # still the mapped file, which may change or go away
+            param = param.copy()
         assert param.shape == specs[path].shape, f"{path}: {param.shape} != {specs[path].shape}"
         return path, param
 
@@ -194,6 +201,17 @@ def check_tensors(
         raise CheckpointError(
             f"the tensors of {where} do not make up this model. {'; '.join(problems)}. "
             "Get the files again; if they are whole, this kind of model is not supported"
+        )
+
+
+def check_vocab(config: ModelConfig, tokenizer: Tokenizer, where: str) -> None:
+    """Warn where the tokenizer knows ids that the model has no embedding for."""
+    if tokenizer.vocab_size > config.vocab_size:
+        logger.warning(
+            "the tokenizer of %s knows %d ids, but the model only %d; prompts with others fail",
+            where,
+            tokenizer.vocab_size,
+            config.vocab_size,
         )
 
 

@@ -25,6 +25,7 @@ from jaxserve.checkpoint.hf_config import read_model_config
 from jaxserve.checkpoint.layout import (
     MODEL_NAMES,
     check_tensors,
+    check_vocab,
     load_all,
     stored_names,
     stored_shape,
@@ -86,6 +87,7 @@ class HfFolderSource:
         eos_ids |= read_eos_ids(self._settings.get("eos_token_id"), str(self.path / "config.json"))
         tokenizer = load_tokenizer(self.path, eos_ids=eos_ids)
         config = self._config
+        check_vocab(config, tokenizer, str(self.path))
         counts = collections.Counter(tensor.dtype for tensor in self._tensors.values())
         return ModelHeader(
             name=self.path.resolve().name,

@@ -98,6 +98,11 @@ def build_byte_bpe(
             "the file is damaged"
         )
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    for left, right in pairs:  # the library panics on some of these
+        if not (left in vocab and right in vocab and left + right in vocab):
+            raise CheckpointError(
+                f"the merge {left!r} {right!r} does not fit the vocabulary; the file is damaged"
+            )
     with naming_library_errors("the vocabulary's merges do not fit its tokens"):
         model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre.whole_words)
     backend = tokenizers.Tokenizer(model)

@@ -21,6 +21,8 @@ import jinja2.utils
 import jinja2.visitor
 
 from jaxserve.text.budget import (
+    CALL_STEPS,
+    FILTER_STEPS,
     Budget,
     as_sized,
     check_bits,
@@ -72,7 +74,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     # The odd parameter names are jinja2's: a template may pass any keyword.
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         budget = _budget(__context)
-        budget.spend(1)
+        budget.spend(CALL_STEPS)
         receiver = getattr(__obj, "__self__", None)
         if isinstance(receiver, str):
             args = tuple(as_sized(value) for value in args)
@@ -186,6 +188,7 @@ def _bound_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]
     @functools.wraps(function)
     def bounded(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _budget(context)
+        budget.spend(FILTER_STEPS)
         given = [*args, *kwargs.values()]
         if name in _DEEP_FILTERS:
             value = as_sized(value)
@@ -242,10 +245,20 @@ def _tojson(
 class _Namespace(jinja2.utils.Namespace):
     """A namespace without names that begin with "_": they would reach Python's own."""
 
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no named self: `namespace(self=1)` is legal
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _check_attribute_name(name)
+        jinja2.utils.Namespace.__init__(args[0], attributes)
+
     def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise jinja2.TemplateError(f"a namespace cannot hold {name!r}; rename it")
+        _check_attribute_name(name)
         super().__setitem__(name, value)
+
+
+def _check_attribute_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.TemplateError(f"a namespace cannot hold {name!r}; rename it")
 
 
 class _GenerationTag(jinja2.ext.Extension):

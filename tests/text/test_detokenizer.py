@@ -1,0 +1,104 @@
+"""Pieces of text equal the whole text, whatever the ids (CASES C35)."""
+
+import random
+
+import pytest
+
+from jaxserve.checkpoint.registry import find_model
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.tokenizer import Tokenizer
+from tests.text.vocabularies import byte_tokenizer, sentencepiece_backend, word_backend
+
+FAMILY = "👨‍👩‍👧"
+
+
+@pytest.fixture(scope="module")
+def demo() -> Tokenizer:
+    return find_model("smollm2-135m-instruct").load_header().tokenizer
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], *, skip: bool = True, size: int = 1) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, skip)
+    pieces = [detokenizer.push(ids[i : i + size]) for i in range(0, len(ids), size)]
+    return [*pieces, detokenizer.flush()]
+
+
+def fuzz(tokenizer: Tokenizer, *, num_sequences: int, seed: int) -> None:
+    """Random ids: mostly bytes and lone tokens, some special, some unknown."""
+    rng = random.Random(seed)
+    special = sorted(tokenizer.special_ids)
+    byte_like = [i for i in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(i)) == 1]
+    unknown = [tokenizer.vocab_size, tokenizer.vocab_size + 7, 2**31, 2**32, 2**40, -1]
+    for _ in range(num_sequences):
+        kinds = rng.choices("btsu", weights=[6, 3, 1, 1], k=rng.randint(1, 24))
+        ids = [
+            {
+                "b": rng.choice(byte_like),
+                "t": rng.randrange(tokenizer.vocab_size),
+                "s": rng.choice(special),
+                "u": rng.choice(unknown),
+            }[kind]
+            for kind in kinds
+        ]
+        skip = rng.random() < 0.5
+        pieces = stream(tokenizer, ids, skip=skip, size=rng.randint(1, 4))
+        for piece in pieces:
+            piece.encode()  # valid text at every cut
+        assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip), ids
+
+
+def test_random_ids_stream_to_their_one_shot_text(demo: Tokenizer) -> None:
+    fuzz(demo, num_sequences=3000, seed=35)
+    fuzz(byte_tokenizer(), num_sequences=1000, seed=36)
+
+
+@pytest.mark.nightly
+def test_a_hundred_thousand_random_sequences_stream_to_their_one_shot_text(demo: Tokenizer) -> None:
+    fuzz(demo, num_sequences=100_000, seed=37)
+
+
+def test_our_one_shot_text_is_the_librarys(demo: Tokenizer) -> None:
+    rng = random.Random(38)
+    for _ in range(1000):
+        ids = [rng.randrange(demo.vocab_size) for _ in range(rng.randint(1, 12))]
+        assert demo.decode(ids) == demo._backend.decode(ids, skip_special_tokens=True)
+
+
+def test_a_character_cut_anywhere_is_held_and_then_replaced(demo: Tokenizer) -> None:
+    ids = demo.encode(FAMILY)
+    assert len(ids) > 5
+    for end in range(len(ids) + 1):
+        pieces = stream(demo, ids[:end])
+        assert "".join(pieces) == demo.decode(ids[:end])
+        assert "\ufffd" not in "".join(pieces[:-1])
+        assert pieces[-1] in ("", "\ufffd")
+    assert "".join(stream(demo, ids)) == FAMILY
+
+
+def test_the_prompts_open_character_is_not_completed_with_the_prompt(demo: Tokenizer) -> None:
+    prompt = demo.encode("Hi 🌶")
+    for missing in (1, 2, 3):
+        rest = prompt[-missing:]
+        text = "".join(stream(demo, rest))
+        assert "Hi" not in text
+        assert text == demo.decode(rest)
+
+
+def test_special_tokens_show_only_where_asked() -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode("<s>hello</s>")
+    assert "".join(stream(tokenizer, ids)) == "hello"
+    assert "".join(stream(tokenizer, ids, skip=False)) == "<s>hello</s>"
+
+
+def test_a_sentencepiece_output_keeps_the_space_it_begins_with() -> None:
+    tokenizer = Tokenizer.from_backend(sentencepiece_backend(), bos_id=1)
+    ids = tokenizer.encode("a b é", add_special_tokens=False)
+    assert tokenizer.decode(ids) == "a b é"
+    assert "".join(stream(tokenizer, ids)) == " a b é"
+
+
+def test_words_without_a_decoder_are_set_apart() -> None:
+    tokenizer = Tokenizer.from_backend(word_backend("<unk>", "one", "two"))
+    assert "".join(stream(tokenizer, [1, 2, 99, 1])) == "one two one"
+    assert tokenizer.decode([1, 2, 99, 1]) == "one two one"

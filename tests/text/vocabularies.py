@@ -1,0 +1,73 @@
+"""Tiny vocabularies for the tests of text/."""
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+
+from jaxserve.text.backends import CONTROL_TYPE, PRE_KINDS, build_byte_bpe
+from jaxserve.text.token_bytes import byte_alphabet
+from jaxserve.text.tokenizer import Tokenizer
+
+SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ċ Ċ", "< |"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content"
+    " + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+BOS, EOS, IM_START, IM_END = range(4)
+
+
+def byte_backend(pre: str = "gpt-2") -> tokenizers.Tokenizer:
+    """Four specials, the 256 bytes, a few merges."""
+    merged = [merge.replace(" ", "") for merge in MERGES]
+    tokens = [*SPECIALS, *byte_alphabet(), *merged]
+    types = [CONTROL_TYPE] * len(SPECIALS) + [1] * (len(tokens) - len(SPECIALS))
+    return build_byte_bpe(tokens=tokens, token_types=types, merges=MERGES, pre=PRE_KINDS[pre])
+
+
+def byte_tokenizer(
+    *, add_bos: bool | None = False, chat_template: str | None = CHAT_TEMPLATE
+) -> Tokenizer:
+    return Tokenizer.from_backend(
+        byte_backend(),
+        bos_id=BOS,
+        eos_ids=[EOS, IM_END],
+        add_bos=add_bos,
+        chat_template=chat_template,
+        named_tokens={"bos_token": "<s>", "eos_token": "</s>"},
+    )
+
+
+def sentencepiece_backend() -> tokenizers.Tokenizer:
+    """BPE with "▁" for spaces and byte tokens, spelled as Llama 2's tokenizer.json is."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    letters = [chr(code) for code in range(0x21, 0x7F)]
+    vocab = {token: id for id, token in enumerate([*words, "▁", *letters, "▁a", "▁b"])}
+    model = models.BPE(
+        vocab=vocab, merges=[("▁", "a"), ("▁", "b")], unk_token="<unk>", byte_fallback=True
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    backend.add_special_tokens([AddedToken(t, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    return backend
+
+
+def word_backend(*words: str) -> tokenizers.Tokenizer:
+    """Whole words without a decoder, as tiny test models have."""
+    model = models.WordLevel({word: id for id, word in enumerate(words)}, unk_token=words[0])
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return backend
