@@ -49,6 +49,7 @@ class Server:
         self._states: asyncio.Queue[EngineState] = asyncio.Queue()
         self._has_ended = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
+        self._edge = Edge(config.limits)
         self._server = self._build()
 
     @property
@@ -132,10 +133,9 @@ class Server:
             ("grpc.keepalive_timeout_ms", 20_000),
         ]
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=num_calls)
-        edge = Edge(limits)
-        generation = GenerationServicer(self._get_engine, edge, self._threads)
+        generation = GenerationServicer(self._get_engine, self._edge, self._threads)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
-        models = ModelServicer(self._get_engine, edge)
+        models = ModelServicer(self._get_engine, self._edge)
         model_pb2_grpc.add_ModelServiceServicer_to_server(models, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         _add_reflection(server)

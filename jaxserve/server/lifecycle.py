@@ -33,28 +33,32 @@ def serve(load_engine: Callable[[], Engine], config: Config) -> int:
       ConfigError: the address cannot be bound.
       JaxserveError: what `load_engine` raised.
     """
-    return asyncio.run(_Service(load_engine, config).run())
+    return asyncio.run(Service(load_engine, config).run())
 
 
-class _Service:
-    """One server, one engine, and the signals that came."""
+class Service:
+    """One server, one engine, and the signals that came.
+
+    Attributes:
+      server: has its port once `run` has begun to listen.
+    """
 
     def __init__(self, load_engine: Callable[[], Engine], config: Config) -> None:
         self._load_engine = load_engine
         self._config = config
-        self._server = Server(config)
+        self.server = Server(config)
         self._first_signal = asyncio.Event()
         self._second_signal = asyncio.Event()
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        await self._server.start()
+        await self.server.start()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
             return await self._serve(await self._load())
         finally:
-            await self._server.stop(0.0)
+            await self.server.stop(0.0)
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
 
@@ -68,7 +72,7 @@ class _Service:
         loader = ThreadPoolExecutor(1, thread_name_prefix="jaxserve-load")
         loaded = asyncio.get_running_loop().run_in_executor(loader, self._load_engine)
         if not await _is_first(loaded, self._first_signal.wait()):
-            await self._server.stop(0.0)
+            await self.server.stop(0.0)
             logging.shutdown()
             os._exit(0)  # an ordinary exit would wait for the compiler, which nothing can stop
         return await loaded
@@ -76,13 +80,13 @@ class _Service:
     async def _serve(self, engine: Engine) -> int:
         if engine.state is EngineState.STARTING:
             engine.start()
-        self._server.attach(engine)
-        logger.info("serving model=%s address=%s", engine.model.name, self._server.address)
-        ended = asyncio.create_task(self._server.wait_ended())
+        self.server.attach(engine)
+        logger.info("serving model=%s address=%s", engine.model.name, self.server.address)
+        ended = asyncio.create_task(self.server.wait_ended())
         if not await _is_first(ended, self._first_signal.wait()):
             await self._drain(engine)
         await ended
-        await _is_first(asyncio.create_task(self._server.stop(FLUSH_S)), self._second_signal.wait())
+        await _is_first(asyncio.create_task(self.server.stop(FLUSH_S)), self._second_signal.wait())
         return 1 if engine.state is EngineState.FAILED else 0
 
     async def _drain(self, engine: Engine) -> None:

@@ -1,0 +1,142 @@
+"""A real gRPC server on a free port, over an engine on the fake runner."""
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from jaxserve.client import AsyncClient
+from jaxserve.config import Config, ServerSection
+from jaxserve.engine import Engine, EngineState, Stream
+from jaxserve.gen import generation_pb2_grpc
+from jaxserve.plan import StepPlan
+from jaxserve.request import GenerationRequest, Request
+from jaxserve.server.app import Server
+from tests.engines import build_engine, check_accounts, check_idle
+from tests.fakes import FakeRunner
+
+
+class Steps:
+    """Lets results come back from the fake device one by one; pass `on_result` to the engine."""
+
+    def __init__(self) -> None:
+        self._permits = threading.Semaphore(0)
+        self._is_open = threading.Event()
+
+    def on_result(self, plan: StepPlan) -> None:
+        if not self._is_open.is_set():
+            self._permits.acquire()
+
+    def allow(self, count: int) -> None:
+        self._permits.release(count)
+
+    def open(self) -> None:
+        self._is_open.set()
+        self._permits.release(1000)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Running:
+    """A server under test.
+
+    Attributes:
+      target: where it listens.
+      asked: what its calls submitted.
+      aborts: ids of the requests that a call asked to abort; twice means twice.
+    """
+
+    engine: Engine
+    runner: FakeRunner
+    server: Server
+    target: str
+    asked: list[GenerationRequest]
+    aborts: list[str]
+
+    def finished(self, reason: str) -> float:
+        return self.engine.metrics.value("requests_finished_total", reason=reason)
+
+    @property
+    def num_submitted(self) -> float:
+        return self.engine.metrics.value("requests_submitted_total")
+
+    @property
+    def num_open_calls(self) -> int:
+        return self.server._edge._num_open
+
+
+@contextlib.asynccontextmanager
+async def run_server(steps: Steps | None = None, **options: Any) -> AsyncIterator[Running]:  # noqa: ANN401
+    """Serves an engine; at the end everything it owned is counted (K1, K5).
+
+    Args:
+      steps: holds the device's results back.
+      options: of `build_engine`.
+    """
+    if steps is not None:
+        options["on_result"] = steps.on_result
+    engine, runner = build_engine(**options)
+    asked, aborts = watch(engine)
+    server = Server(local(engine.config))
+    await server.start()
+    engine.start()
+    server.attach(engine)
+    target = f"127.0.0.1:{server.port}"
+    try:
+        yield Running(
+            engine=engine, runner=runner, server=server, target=target, asked=asked, aborts=aborts
+        )
+    finally:
+        if steps is not None:
+            steps.open()
+        await asyncio.to_thread(engine.stop)
+        await server.stop(5.0)
+    if engine.state is EngineState.STOPPED:
+        check_idle(engine)
+    check_accounts(engine)
+
+
+def watch(engine: Engine) -> tuple[list[GenerationRequest], list[str]]:
+    """Returns lists that the engine's submits and aborts will be written to."""
+    asked: list[GenerationRequest] = []
+    aborts: list[str] = []
+    submit, abort = engine.submit, engine._intake.abort
+
+    def watched_submit(request: GenerationRequest) -> Stream:
+        asked.append(request)
+        return submit(request)
+
+    def watched_abort(request: Request) -> None:
+        aborts.append(request.id)
+        abort(request)
+
+    engine.submit = watched_submit  # type: ignore[method-assign]
+    engine._intake.abort = watched_abort  # type: ignore[method-assign]
+    return asked, aborts
+
+
+def local(config: Config, **section: Any) -> Config:  # noqa: ANN401
+    """Returns the configuration with a free port of this machine."""
+    return config.model_copy(update={"server": ServerSection(port=0, **section)})
+
+
+@contextlib.asynccontextmanager
+async def connect(running: Running) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(running.target) as client:
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def raw_stub(running: Running) -> AsyncIterator[generation_pb2_grpc.GenerationServiceStub]:
+    """A stub without our client's conveniences, for messages it would not send."""
+    async with grpc.aio.insecure_channel(running.target) as channel:
+        yield generation_pb2_grpc.GenerationServiceStub(channel)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns once something that must happen has happened; a hang is the test's timeout."""
+    while not condition():
+        await asyncio.sleep(0.001)

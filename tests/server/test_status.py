@@ -1,0 +1,153 @@
+"""The table error → status is complete, and tells clients only what is theirs."""
+
+import inspect
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from jaxserve import errors
+from jaxserve.client import ServerError
+from jaxserve.client.errors import CLASSES, read_error
+from jaxserve.server.status import DOMAIN, TABLE, build_status, find_row
+
+OURS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+
+
+def unpack(status: grpc.Status) -> tuple[status_pb2.Status, error_details_pb2.ErrorInfo]:
+    ((key, value),) = status.trailing_metadata
+    assert key == "grpc-status-details-bin"
+    rich = status_pb2.Status.FromString(value)
+    facts = error_details_pb2.ErrorInfo()
+    assert rich.details[0].Unpack(facts)
+    return rich, facts
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_every_error_of_the_tree_has_its_own_row(kind: type[errors.JaxserveError]) -> None:
+    assert kind in TABLE
+
+
+def test_nothing_else_is_in_the_table() -> None:
+    assert set(OURS) == TABLE.keys()
+
+
+def test_only_not_serving_is_unavailable() -> None:
+    unavailable = [kind for kind, row in TABLE.items() if row.code is grpc.StatusCode.UNAVAILABLE]
+    assert unavailable == [errors.NotServingError]
+
+
+def test_a_new_subclass_takes_the_row_of_its_parent() -> None:
+    class Narrower(errors.QueueFullError):
+        pass
+
+    assert find_row(Narrower("full")) is TABLE[errors.QueueFullError]
+
+
+def test_reasons_are_api() -> None:
+    """A change here breaks clients: say so in the change log."""
+    reasons = {kind.__name__: row.reason or kind.reason for kind, row in TABLE.items()}  # type: ignore[attr-defined]
+    assert {name: reason for name, reason in reasons.items() if reason != "INTERNAL"} == {
+        "InvalidRequestError": "INVALID_FIELD",
+        "UnsupportedError": "UNSUPPORTED",
+        "ModelNotFoundError": "MODEL_NOT_FOUND",
+        "DuplicateRequestError": "DUPLICATE_REQUEST_ID",
+        "NoChatTemplateError": "NO_CHAT_TEMPLATE",
+        "QueueFullError": "QUEUE_FULL",
+        "SlowReaderError": "SLOW_READER",
+        "DeadlineError": "DEADLINE",
+        "RequestCancelledError": "CANCELLED",
+        "NumericsError": "NUMERICS",
+        "NotServingError": "NOT_SERVING",
+        "EngineDeadError": "ENGINE_DEAD",
+    }
+
+
+def test_a_field_at_fault_is_named_in_the_details() -> None:
+    error = errors.InvalidRequestError("top_p is 2", field="sampling.top_p")
+    status = build_status(error, request_id="r1")
+    rich, facts = unpack(status)
+    assert (status.code, status.details) == (grpc.StatusCode.INVALID_ARGUMENT, "top_p is 2")
+    assert rich.code == 3
+    assert (facts.reason, facts.domain) == ("INVALID_FIELD", DOMAIN)
+    assert dict(facts.metadata) == {"request_id": "r1", "field": "sampling.top_p"}
+    request = error_details_pb2.BadRequest()
+    assert rich.details[1].Unpack(request)
+    (violation,) = request.field_violations
+    assert (violation.field, violation.description) == ("sampling.top_p", "top_p is 2")
+
+
+def test_a_full_queue_carries_the_time_to_wait() -> None:
+    rich, _ = unpack(build_status(errors.QueueFullError("full", retry_after_s=1.5), request_id=""))
+    retry = error_details_pb2.RetryInfo()
+    assert rich.details[1].Unpack(retry)
+    assert retry.retry_delay.ToNanoseconds() == 1_500_000_000
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("/secret/path"),
+        errors.CheckpointError("/secret/path"),
+        errors.EngineDeadError("/secret/path"),
+        errors.ShapeError("/secret/path"),
+    ],
+)
+def test_what_is_the_servers_own_affair_is_not_told(error: Exception) -> None:
+    status = build_status(error, request_id="r1")
+    assert status.code is grpc.StatusCode.INTERNAL
+    assert b"secret" not in status.trailing_metadata[0][1]
+    assert "secret" not in status.details
+    _, facts = unpack(status)
+    assert facts.metadata["request_id"] == "r1"
+
+
+def test_a_status_fits_into_headers_whatever_the_message() -> None:
+    error = errors.InvalidRequestError("€" * 100_000, field="x" * 50)
+    status = build_status(error, request_id="r" * 256)
+    assert len(status.details) < 1000
+    assert len(status.trailing_metadata[0][1]) + 3 * len(status.details.encode()) < 16_384
+
+
+class Failed(grpc.RpcError, grpc.Call):  # type: ignore[misc]  # the stubs make them Any
+    """What a blocking call raises, without a call."""
+
+    def __init__(self, status: grpc.Status) -> None:
+        self._status = status
+
+    def code(self) -> grpc.StatusCode:
+        return self._status.code
+
+    def details(self) -> str:
+        return self._status.details
+
+    def trailing_metadata(self) -> object:
+        return self._status.trailing_metadata
+
+    initial_metadata = is_active = time_remaining = cancel = add_callback = lambda *_: None
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_the_client_reads_back_what_the_server_meant(kind: type[errors.JaxserveError]) -> None:
+    error = kind("why")
+    if isinstance(error, errors.RequestError):
+        error.field = "sampling.seed"
+    read = read_error(Failed(build_status(error, request_id="r9")))
+    row = TABLE[kind]
+    assert isinstance(read, CLASSES.get(row.code, ServerError))
+    assert (read.code, str(read)) == (row.code, row.message or "why")
+    assert read.request_id == "r9"
+    assert read.reason == (row.reason or getattr(error, "reason", None))
+    is_told = isinstance(error, errors.RequestError) and row.message is None
+    assert read.field == ("sampling.seed" if is_told else "")
+    is_queue = isinstance(error, errors.QueueFullError)
+    assert read.retry_after_s == (1.0 if is_queue else None)
+
+
+def test_an_answer_that_is_not_this_servers_is_still_an_error_of_ours() -> None:
+    class Bare(Failed):
+        def trailing_metadata(self) -> object:
+            return None
+
+    read = read_error(Bare(build_status(errors.NotServingError("gone"), request_id="")))
+    assert (type(read).__name__, read.reason, read.field) == ("UnavailableError", "", "")
