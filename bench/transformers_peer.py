@@ -1,7 +1,7 @@
-"""HF transformers behind a line protocol, for `vs_transformers.py`. Needs torch, transformers, gguf.
+"""HF transformers behind a line protocol, for `vs_transformers.py`. Needs torch and gguf.
 
-Reads one JSON object a line: {"dtype": "float32", "prompts": [[ids], …], "num_tokens": n}; answers
-{"seconds": s}. Both dtypes stay loaded, so that a round costs only its own work.
+Reads one JSON object a line: {"dtype": "float32", "prompts": [[ids], …], "num_tokens": n};
+answers {"seconds": s}. Both dtypes stay loaded, so that a round costs only its own work.
 """
 
 import json

@@ -151,11 +151,8 @@ def compare(ours_path: Path, peer_path: Path) -> int:
             faults += 1
             print(f"prompt {i}: the prompt's ids differ: {a['prompt_ids']} {b['prompt_ids']}")
         elif a["output_ids"] != b["output_ids"]:
-            at = next(
-                j
-                for j, pair in enumerate(zip(a["output_ids"], b["output_ids"]))
-                if len(set(pair)) > 1
-            )  # noqa: B905, E501
+            pairs = enumerate(zip(a["output_ids"], b["output_ids"], strict=True))
+            at = next(j for j, (x, y) in pairs if x != y)
             is_tie = b["gaps"][at] < TIE_MARGIN
             ties, faults = ties + is_tie, faults + (not is_tie)
             print(f"prompt {i}: differs at token {at}, gap {b['gaps'][at]:.2e}, tie={is_tie}")

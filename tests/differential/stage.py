@@ -16,7 +16,7 @@ from jaxserve.runner.runner import Runner
 from tests.engines import Output, gather
 from tests.fakes import build_byte_tokenizer
 
-# T1 of the fault cases: head_dim is not hidden / heads, heads are grouped, the vocabulary is padded.
+# head_dim is not hidden / heads, heads are grouped, the vocabulary is padded.
 MODEL = ModelConfig(
     architecture="llama",
     vocab_size=131,

@@ -1,4 +1,4 @@
-"""The determinism contract: chunking, buckets, mates, preemption, overlap and batching change nothing.
+"""The determinism contract: chunks, buckets, mates, preemption, overlap, batching change nothing.
 
 In float32 on one machine the tokens are equal wherever the two best scores are not nearly tied; the
 fixtures' scores are kept clear of ties, so here equal means equal.
