@@ -13,7 +13,7 @@ from jaxserve.engine import limits
 from jaxserve.engine.intake import EngineState, Intake
 from jaxserve.engine.live_request import LiveRequest, StopText, error_label, outcome_label
 from jaxserve.engine.served_model import ServedModel
-from jaxserve.engine.stream import Stream
+from jaxserve.engine.stream import Stream, Waker
 from jaxserve.errors import (
     DeadlineError,
     EngineDeadError,
@@ -84,6 +84,7 @@ class Engine:
         # the engine thread alone
         self._in_flight: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
         self._by_sequence: dict[int, LiveRequest] = {}
+        self._waker = Waker()
 
     # any thread
 
@@ -170,6 +171,7 @@ class Engine:
             prompt_tokens=len(request.prompt),
             max_bytes=self.config.limits.stream_buffer_bytes,
             decoder=None if stops else decoder,
+            waker=self._waker,
             on_cancel=functools.partial(self._intake.abort, request),
         )
         return LiveRequest(request=request, stream=stream, stops=stops)
@@ -192,9 +194,12 @@ class Engine:
             self._fail(error)
         else:
             self._change_state(EngineState.STOPPED)
+        finally:
+            self._waker.flush()
 
     def _wait_for_work(self) -> bool:
         """Blocks while idle; False once the thread is to end."""
+        self._waker.flush()
         if not self._in_flight:
             self._intake.wait_for_work()
         return not self._intake.is_cut
@@ -254,6 +259,7 @@ class Engine:
 
     def _retire(self) -> None:
         plan, in_flight = self._in_flight.popleft()
+        self._waker.flush()  # before it may take long
         result = in_flight.result()
         now_s = self._clock()
         self._note_prefill(plan, result)

@@ -21,6 +21,30 @@ class Decoder(Protocol):
     def flush(self) -> str: ...
 
 
+class Waker:
+    """Wakes the tasks that wait for streams: all of one event loop with one call.
+
+    A call into a loop from another thread writes to a socket, which costs more than all else that a
+    token costs here. The engine thread alone uses it, and flushes before it waits for anything.
+    """
+
+    def __init__(self) -> None:
+        self._futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+
+    def add(self, waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]) -> None:
+        loop, future = waiter
+        self._futures.setdefault(loop, []).append(future)
+
+    def flush(self) -> None:
+        if not self._futures:
+            return
+        waiting, self._futures = self._futures, {}
+        for loop, futures in waiting.items():
+            # a closed loop has no reader left; its tasks' own ends cancel the requests
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_resolve, futures)
+
+
 class Stream:
     """One request's events, for one reader: a thread (`for`) or a task (`async for`).
 
@@ -40,17 +64,20 @@ class Stream:
         prompt_tokens: int,
         max_bytes: int,
         decoder: Decoder | None,
+        waker: Waker,
         on_cancel: Callable[[], None],
     ) -> None:
         """Args:
         max_bytes: unread output that is kept; one put more ends the request.
         decoder: run by the reader over tokens that came without text; None where all have text.
+        waker: told of a waiting task at each event; flushed by the engine.
         on_cancel: called at most once, by any thread, and never after the end.
         """
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
         self._max_bytes = max_bytes
         self._decoder = decoder
+        self._waker = waker
         self._on_cancel = on_cancel
         self._changed = threading.Condition()
         # shared, under _changed
@@ -73,8 +100,7 @@ class Stream:
         """The request was scheduled for the first time."""
         with self._changed:
             self._started = True
-            wake = self._wake()
-        wake()
+            self._wake()
 
     def put(self, token_id: int, *, text: str | None = None) -> bool:
         """Adds a token; False, and nothing is added, where the unread output would be too much.
@@ -92,8 +118,7 @@ class Stream:
                 self._undecoded.append(token_id)
             elif text:
                 self._texts.append(text)
-            wake = self._wake()
-        wake()
+            self._wake()
         return True
 
     def finish(self, end: Finished | JaxserveError, *, last_text: str = "") -> None:
@@ -103,23 +128,13 @@ class Stream:
             if last_text:
                 self._texts.append(last_text)
             self._end = end
-            wake = self._wake()
-        wake()
+            self._wake()
 
-    def _wake(self) -> Callable[[], None]:
-        """Wakes a reading thread; returns what wakes a reading task, to be called unlocked."""
+    def _wake(self) -> None:
         self._changed.notify_all()
-        if self._waiter is None:
-            return _nothing
-        loop, future = self._waiter
-        self._waiter = None
-
-        def wake_task() -> None:
-            # a closed loop has no reader left; its task's own end cancels the request
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_resolve, future)
-
-        return wake_task
+        if self._waiter is not None:
+            self._waker.add(self._waiter)
+            self._waiter = None
 
     # the reader's side
 
@@ -203,10 +218,7 @@ class Stream:
         return end
 
 
-def _nothing() -> None:
-    return None
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def _resolve(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)

@@ -3,11 +3,12 @@
 import asyncio
 import gc
 import threading
+from collections.abc import Callable
 
 import pytest
 
-from jaxserve.engine.events import Delta, ExecutionInfo, Finished, Started, Timings, Usage
-from jaxserve.engine.stream import TOKEN_BYTES, Stream
+from jaxserve.engine.events import Delta, Event, ExecutionInfo, Finished, Started, Timings, Usage
+from jaxserve.engine.stream import TOKEN_BYTES, Stream, Waker
 from jaxserve.errors import NumericsError
 from jaxserve.request import FinishReason
 
@@ -43,11 +44,13 @@ class Source:
 
     def __init__(self, *, max_bytes: int = 1 << 20, decoder: Letters | None = None) -> None:
         self.num_cancels = 0
+        self.waker = Waker()
         self.stream = Stream(
             request_id="a",
             prompt_tokens=3,
             max_bytes=max_bytes,
             decoder=decoder,
+            waker=self.waker,
             on_cancel=self._count_cancel,
         )
 
@@ -178,21 +181,45 @@ def test_a_waiting_thread_is_woken_by_each_event() -> None:
 
 @pytest.mark.asyncio
 async def test_a_waiting_task_is_woken_from_another_thread() -> None:
-    stream = Source(decoder=Letters()).stream
+    source = Source(decoder=Letters())
+    stream = source.stream
 
     async def read() -> list[object]:
         return [event async for event in stream]
 
+    def write(act: Callable[[], object]) -> None:
+        act()
+        source.waker.flush()
+
     task = asyncio.create_task(read())
     await asyncio.sleep(0)  # the task waits now
-    loop = asyncio.get_running_loop()
-    await loop.run_in_executor(None, stream.start)
-    await loop.run_in_executor(None, stream.put, ord("x"))
-    await loop.run_in_executor(None, stream.finish, FINISHED)
+    for act in (stream.start, lambda: stream.put(ord("x")), lambda: stream.finish(FINISHED)):
+        await asyncio.to_thread(write, act)
     events = await task
     assert (events[0], events[-1]) == (STARTED, FINISHED)
     deltas = [event for event in events if isinstance(event, Delta)]
     assert "".join(delta.text for delta in deltas) == "x"
+
+
+@pytest.mark.asyncio
+async def test_all_tasks_of_a_loop_are_woken_with_one_call() -> None:
+    sources = [Source() for _ in range(3)]
+    waker = sources[0].waker
+    for source in sources:
+        source.stream._waker = waker
+
+    async def read_one(stream: Stream) -> Event:
+        return await anext(aiter(stream))
+
+    tasks = [asyncio.create_task(read_one(source.stream)) for source in sources]
+    await asyncio.sleep(0)
+    for source in sources:
+        source.stream.start()
+        source.stream.put(1)
+    assert len(waker._futures) == 1
+    waker.flush()
+    assert waker._futures == {}
+    assert await asyncio.gather(*tasks) == [STARTED] * 3
 
 
 @pytest.mark.asyncio
@@ -244,5 +271,6 @@ def test_a_closed_event_loop_does_not_disturb_the_writer() -> None:
     source.stream.start()
     assert source.stream.put(1, text="a")
     source.stream.finish(FINISHED)
+    source.waker.flush()
     assert source.num_cancels == 0
     waiting._log_destroy_pending = False  # type: ignore[attr-defined]  # its loop is gone, as meant
