@@ -34,6 +34,11 @@ class LaunchedStep:
         self._launched_s = launched_s
         self._metrics = metrics
 
+    def start_copy(self) -> None:
+        """Has the result copied to the host as soon as it is there."""
+        if self._result is not None:
+            self._result.copy_to_host_async()
+
     def result(self) -> StepResult:
         """Waits for the device and returns the sampled tokens."""
         assert self._result is not None, "a step's result can be read only once"

@@ -140,6 +140,7 @@ class Runner:
             self._load_rows(plan.row_loads)
             self._copy_pages(plan.copies)
             step = self._run_step(plan, launched_s)
+        step.start_copy()  # outside: on a GPU the guard takes this copy for an implicit one
         self._check_no_recompile()
         return step
 
@@ -168,7 +169,6 @@ class Runner:
                 last_token_B, result = run(*arguments)
                 self._state = dataclasses.replace(held, last_token_B=last_token_B)
             self._metrics.output_programs.labels(variant=output.variant).inc()
-        result.copy_to_host_async()
         self._count_step(plan, bucket)
         return LaunchedStep(
             result,
