@@ -38,6 +38,8 @@ class StartProgress:
     def __enter__(self) -> Self:
         if self._bar:
             self._bar.start()
+            for phase, title in _TITLES.items():
+                self._tasks[phase] = self._bar.add_task(title, total=None)
         return self
 
     def __exit__(
@@ -53,8 +55,6 @@ class StartProgress:
         """Says that `num_done` of `num_all` parts of `phase` are done."""
         with self._lock:
             if self._bar:
-                if phase not in self._tasks:
-                    self._tasks[phase] = self._bar.add_task(_TITLES[phase], total=num_all)
                 self._bar.update(self._tasks[phase], completed=num_done, total=num_all)
             elif not self._is_quiet and num_done == num_all and phase not in self._printed:
                 self._printed.add(phase)
