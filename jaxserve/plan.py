@@ -144,12 +144,14 @@ class StepResult:
         token is meaningless.
       bucket: the forward program that ran.
       device_s: seconds from launch to the result being on the host.
+      compile_s: of those, seconds spent compiling after warm-up, which is a fault.
     """
 
     token_ids: dict[int, int]
     not_finite: frozenset[int]
     bucket: Bucket
     device_s: float
+    compile_s: float = 0.0
 
 
 class InFlight(Protocol):

@@ -262,16 +262,19 @@ class Engine:
         self._waker.flush()  # before it may take long
         result = in_flight.result()
         now_s = self._clock()
-        self._note_prefill(plan, result)
+        self._note_step(plan, result)
         stopped = self._match_stops(result)
         for update in self._scheduler.commit(plan, result, stopped):
             self._deliver(update, now_s)
         self._scheduler.update_gauges()
 
-    def _note_prefill(self, plan: StepPlan, result: StepResult) -> None:
+    def _note_step(self, plan: StepPlan, result: StepResult) -> None:
         for chunk in plan.chunks:
             live = self._by_sequence.get(chunk.sequence_id)
-            if live is not None and live.first_token_s is None:
+            if live is None:
+                continue
+            live.compile_s += result.compile_s
+            if live.first_token_s is None:
                 live.note_prefill(num_tokens=plan.num_tokens, bucket=result.bucket)
 
     def _match_stops(self, result: StepResult) -> set[int]:
