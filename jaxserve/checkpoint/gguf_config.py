@@ -114,9 +114,10 @@ class _Keys:
         raise self._wrong(name, value, "a whole number, the same for all layers")
 
     def number(self, name: str, default: float | None = None) -> float:
+        """Returns the shortest decimal of this float32: 1e-05, as the model's makers wrote it."""
         value = self._get(name, default)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            return float(str(np.float32(value)))
         raise self._wrong(name, value, "a number")
 
     def _get(self, name: str, default: object) -> object:

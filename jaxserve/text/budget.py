@@ -10,8 +10,8 @@ import jinja2.utils
 
 MAX_WIDTH = 10_000
 ITEMS_PER_STEP = 16
-# What a call, and what a filter, costs beside a loop round: about the ratio of their times.
-CALL_STEPS, FILTER_STEPS = 8, 4
+# What these cost beside an empty loop round: about the ratio of their times.
+CALL_STEPS, FILTER_STEPS, LOOKUP_STEPS = 8, 4, 4
 _WIDE_FORMAT = re.compile(r"\d{5,}|[:%][^{}%]*[{*]")
 _WIDENING_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 

@@ -23,6 +23,7 @@ import jinja2.visitor
 from jaxserve.text.budget import (
     CALL_STEPS,
     FILTER_STEPS,
+    LOOKUP_STEPS,
     Budget,
     as_sized,
     check_bits,
@@ -116,11 +117,17 @@ class _Instrument(jinja2.visitor.NodeTransformer):
     """Puts the budget's filters where compiled code would not pass through the environment."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:  # noqa: N802
+        steps = _count_steps(node)
         self.generic_visit(node)
-        node.body.insert(0, jinja2.nodes.ExprStmt(_call(" tick", jinja2.nodes.Const(True), node)))
+        node.body.insert(0, jinja2.nodes.ExprStmt(_tick_of(steps, node)))
         if node.test is not None:
-            tick = _call(" tick", jinja2.nodes.Const(True), node)
-            node.test = jinja2.nodes.And(tick, node.test, lineno=node.lineno)
+            node.test = jinja2.nodes.And(_tick_of(steps, node), node.test, lineno=node.lineno)
+        return node
+
+    def visit_Macro(self, node: jinja2.nodes.Macro) -> jinja2.nodes.Macro:  # noqa: N802
+        steps = _count_steps(node)
+        self.generic_visit(node)
+        node.body.insert(0, jinja2.nodes.ExprStmt(_tick_of(steps, node)))
         return node
 
     def visit_TemplateData(self, node: jinja2.nodes.TemplateData) -> jinja2.nodes.Expr:  # noqa: N802
@@ -145,14 +152,24 @@ class _Instrument(jinja2.visitor.NodeTransformer):
         return _call(" concat", jinja2.nodes.List(node.nodes, lineno=node.lineno), node)
 
 
+def _count_steps(node: jinja2.nodes.Node) -> int:
+    """Returns what a round of this loop costs: lookups are slow and pass no budget."""
+    lookups = (jinja2.nodes.Getattr, jinja2.nodes.Getitem)
+    return 1 + LOOKUP_STEPS * sum(1 for _ in node.find_all(lookups))
+
+
+def _tick_of(steps: int, at: jinja2.nodes.Node) -> jinja2.nodes.Filter:
+    return _call(" tick", jinja2.nodes.Const(steps), at)
+
+
 def _call(name: str, value: jinja2.nodes.Expr, at: jinja2.nodes.Node) -> jinja2.nodes.Filter:
     return jinja2.nodes.Filter(value, name, [], [], None, None, lineno=at.lineno)
 
 
 @jinja2.pass_context
-def _tick(context: Any, value: bool) -> bool:
-    _budget(context).spend(1)
-    return value
+def _tick(context: Any, steps: int) -> bool:
+    _budget(context).spend(steps)
+    return True
 
 
 @jinja2.pass_context

@@ -1,0 +1,249 @@
+"""GGUF files: the same arrays as the Hugging Face folder, or a refusal by name (CASES C55-C57)."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import flax.traverse_util
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from jaxserve.checkpoint.gguf import (
+    STORED_TYPES,
+    GgufSource,
+    num_stored_bytes,
+    read_tensor,
+    unpermute,
+)
+from jaxserve.checkpoint.gguf_file import TensorEntry, open_gguf
+from jaxserve.checkpoint.header import NumpyParams
+from jaxserve.checkpoint.safetensors import HfFolderSource
+from jaxserve.errors import CheckpointError
+from jaxserve.model.params import abstract_params
+from tests.checkpoint.writers import (
+    T1,
+    GgufRecipe,
+    Weights,
+    make_weights,
+    permute,
+    write_gguf,
+    write_hf,
+)
+
+
+def flat(params: NumpyParams) -> dict[str, np.ndarray]:
+    return flax.traverse_util.flatten_dict(params, sep="/")  # type: ignore[no-any-return]
+
+
+def rounded(weights: Weights, kind: Kind, *, num_heads: int, num_kv_heads: int) -> Weights:
+    """The weights as quantized rows give them back, in their own order of rows."""
+    result = {}
+    for name, stored in weights.items():
+        heads = num_heads if ".q_proj." in name else num_kv_heads if ".k_proj." in name else 0
+        rows = permute(stored, heads) if heads else stored
+        if stored.ndim > 1:
+            rows = gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind)
+        if heads:
+            half = stored.shape[0] // heads // 2
+            rows = rows.reshape(heads, half, 2, *stored.shape[1:]).swapaxes(1, 2)
+        result[name] = rows.reshape(stored.shape)
+    return result
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
+def test_every_type_loads_as_the_hugging_face_folder_of_the_same_values(
+    tmp_path: Path, kind: Kind
+) -> None:
+    weights = make_weights(T1)
+    file = write_gguf(tmp_path / "m.gguf", T1, weights, GgufRecipe(kind=kind))
+    same = rounded(weights, kind, num_heads=8, num_kv_heads=2)
+    folder = write_hf(tmp_path / "m", T1, same)
+    ours = flat(GgufSource(file).load_params(np.float32))
+    wanted = flat(HfFolderSource(folder).load_params(np.float32))
+    assert ours.keys() == wanted.keys()
+    for path, array in wanted.items():
+        np.testing.assert_array_equal(ours[path], array, err_msg=path)
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (9, 3), (32, 4), (4, 1), (4, 4)])
+def test_q_and_k_rows_come_back_in_order_for_every_grouping(
+    tmp_path: Path, heads: tuple[int, int]
+) -> None:
+    config = dataclasses.replace(
+        T1, num_heads=heads[0], num_kv_heads=heads[1], num_layers=1, attention_bias=True
+    )
+    weights = make_weights(config)
+    file = write_gguf(tmp_path / "m.gguf", config, weights)
+    source = GgufSource(file)
+    ours = flat(source.load_params(np.float32))
+    assert source.load_header().config == config
+    for leaf, name in (("q_DNH", "q_proj.weight"), ("k_DKH", "k_proj.weight")):
+        stored = weights[f"model.layers.0.self_attn.{name}"]
+        wanted = stored.reshape(-1, config.head_dim, config.hidden_size).transpose(2, 0, 1)
+        np.testing.assert_array_equal(ours[f"layers/0/{leaf}"], wanted)
+    for leaf, name in (("q_bias_NH", "q_proj.bias"), ("k_bias_KH", "k_proj.bias")):
+        stored = weights[f"model.layers.0.self_attn.{name}"]
+        np.testing.assert_array_equal(ours[f"layers/0/{leaf}"], stored.reshape(-1, config.head_dim))
+
+
+def test_a_wrong_number_of_heads_would_be_seen() -> None:
+    rows = np.arange(32, dtype=np.float32)[:, None]
+    np.testing.assert_array_equal(unpermute(permute(rows, 2), 2), rows)
+    assert (unpermute(permute(rows, 2), 8) != rows).any()
+    assert unpermute(np.arange(4), 1).tolist() == [0, 2, 1, 3]
+
+
+def test_params_have_the_shapes_and_dtypes_of_the_model(tmp_path: Path) -> None:
+    weights = make_weights(T1)
+    source = GgufSource(write_gguf(tmp_path / "m.gguf", T1, weights))
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        params = flat(source.load_params(dtype))
+        specs = abstract_params(T1, dtype)
+        assert params.keys() == specs.keys()
+        for path, spec in specs.items():
+            assert (params[path].shape, params[path].dtype) == (spec.shape, spec.dtype), path
+            assert params[path].flags.c_contiguous
+            assert params[path].flags.writeable
+    embedding = flat(source.load_params(np.float32))["embedding_VD"]
+    assert embedding.shape[0] == 320
+    assert not embedding[271:].any()
+    np.testing.assert_array_equal(embedding[:271], weights["model.embed_tokens.weight"])
+
+
+def test_a_header_is_complete_without_weights(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", T1, make_weights(T1), GgufRecipe(kind=Kind.Q8_0))
+    header = GgufSource(file).load_header()
+    assert (header.name, header.architecture, header.quantization) == ("tiny", "llama", "Q8_0")
+    assert header.config == T1
+    assert header.eos_ids == header.tokenizer.eos_ids == frozenset({1, 3})
+    assert (header.tokenizer.bos_id, header.tokenizer.add_bos) == (0, True)
+    assert len(header.digest) == 64
+
+
+def test_progress_rises_to_all_bytes(tmp_path: Path) -> None:
+    source = GgufSource(write_gguf(tmp_path / "m.gguf", T1, make_weights(T1)))
+    seen: list[tuple[int, int]] = []
+    source.load_params(np.float32, progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1] == sum(array.nbytes for array in make_weights(T1).values())
+
+
+def test_without_an_output_tensor_the_head_is_the_embedding(tmp_path: Path) -> None:
+    recipe = GgufRecipe(leave_out=["output.weight"])
+    source = GgufSource(write_gguf(tmp_path / "m.gguf", T1, make_weights(T1), recipe))
+    assert source.load_header().config.tied_head
+    assert "head_VD" not in source.load_params(np.float32)
+
+
+def test_a_custom_alignment_is_followed(tmp_path: Path) -> None:
+    weights = make_weights(T1)
+    file = write_gguf(tmp_path / "m.gguf", T1, weights, GgufRecipe(alignment=64))
+    assert open_gguf(file).metadata["general.alignment"] == 64
+    params = flat(GgufSource(file).load_params(np.float32))
+    np.testing.assert_array_equal(params["final_norm_D"], weights["model.norm.weight"])
+
+
+@pytest.mark.parametrize("type_id", STORED_TYPES)
+def test_random_bytes_decode_as_the_reference_does(type_id: int) -> None:
+    _, block_size, block_bytes = STORED_TYPES[type_id]
+    kind = Kind(type_id)
+    shape = (7, 3 * 32)  # an odd number of rows, three blocks in each
+    rng = np.random.default_rng(type_id)
+    stored = rng.integers(0, 256, size=(7, 96 // block_size * block_bytes), dtype=np.uint8)
+    entry = TensorEntry(name="t", type_id=type_id, shape=shape, offset=5)
+    assert num_stored_bytes(entry) == stored.size
+    with np.errstate(all="ignore"):  # random scales may be inf or nan
+        ours = read_tensor(b"12345" + stored.tobytes(), entry)
+        wanted = gguf.quants.dequantize(stored, kind).reshape(shape)
+    np.testing.assert_array_equal(ours, wanted)
+
+
+REFUSED: dict[str, tuple[GgufRecipe, str]] = {
+    "architecture": (GgufRecipe(architecture="qwen2"), "architecture 'qwen2'.*supported are llama"),
+    "rope scaling": (GgufRecipe(keys={"rope.scaling.type": "yarn"}), r"rope\.scaling\.type=yarn"),
+    "linear scaling": (GgufRecipe(keys={"rope.scale_linear": 2.0}), r"rope\.scale_linear=2\.0"),
+    "experts": (GgufRecipe(keys={"expert_count": 8}), "expert_count=8"),
+    "window": (GgufRecipe(keys={"attention.sliding_window": 128}), "attention.sliding_window=128"),
+    "unknown key": (GgufRecipe(keys={"logit_scale": 0.5}), "logit_scale=0.5"),
+    "partial rotary": (GgufRecipe(keys={"rope.dimension_count": 8}), "dimension_count is 8"),
+    "other value size": (GgufRecipe(keys={"attention.value_length": 8}), "value_length is 8"),
+    "heads per layer": (
+        GgufRecipe(keys={"attention.head_count_kv": [2, 4]}),
+        "same for all layers",
+    ),
+    "missing key": (GgufRecipe(keys={"block_count": None}), "lacks the key llama.block_count"),
+    "uneven heads": (GgufRecipe(keys={"attention.head_count_kv": 3}), "cannot share 3"),
+    "wrong vocabulary": (GgufRecipe(keys={"vocab_size": 300}), "vocab_size is 300"),
+    "rope factors": (
+        GgufRecipe(extra={"rope_freqs.weight": np.ones(8, np.float32)}),
+        r"rope_freqs\.weight",
+    ),
+    "unexpected": (
+        GgufRecipe(extra={"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}),
+        r"unexpected: blk\.0\.attn_q_norm\.weight",
+    ),
+    "missing": (
+        GgufRecipe(leave_out=["blk.0.attn_q.weight", "blk.1.ffn_up.weight"]),
+        r"missing: blk\.0\.attn_q\.weight, blk\.1\.ffn_up\.weight",
+    ),
+    "wrong shape": (
+        GgufRecipe(
+            leave_out=["output_norm.weight"], extra={"output_norm.weight": np.ones(63, np.float32)}
+        ),
+        r"output_norm\.weight is \[63\] instead of \[64\]",
+    ),
+    "other type": (
+        GgufRecipe(extra={"extra.weight": np.ones(4, np.float64)}),
+        r"F64 \(extra\.weight\).*BF16, F16, F32, Q4_0, Q4_1, Q8_0",
+    ),
+    "tokenizer model": (
+        GgufRecipe(tokenizer={"model": "llama"}),
+        "tokenizer.ggml.model is 'llama'",
+    ),
+    "pre-tokenizer": (GgufRecipe(tokenizer={"pre": "tekken"}), "'tekken', which is not supported"),
+    "no tokens": (GgufRecipe(tokenizer={"tokens": None}), "tokenizer.ggml.tokens is missing"),
+    "eos out of range": (GgufRecipe(tokenizer={"eos_token_id": 9999}), "eos_token_id is 9999"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    recipe, message = REFUSED[name]
+    source = GgufSource(write_gguf(tmp_path / "m.gguf", T1, make_weights(T1), recipe))
+    with pytest.raises(CheckpointError, match=message):
+        source.load_header()
+
+
+def test_one_error_names_every_tensor_at_fault(tmp_path: Path) -> None:
+    recipe = GgufRecipe(
+        leave_out=["blk.0.attn_q.weight"], extra={"stray.weight": np.ones(4, np.float32)}
+    )
+    file = write_gguf(tmp_path / "m.gguf", T1, make_weights(T1), recipe)
+    with file.open("r+b") as handle:
+        handle.truncate(file.stat().st_size - 64)
+    with pytest.raises(CheckpointError) as caught:
+        GgufSource(file).load_header()
+    for part in ("missing: blk.0.attn_q.weight", "unexpected: stray.weight", "cut off"):
+        assert part in str(caught.value)
+
+
+def test_neutral_settings_are_taken(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"rope.scaling.type": "none", "expert_count": 0}
+    file = write_gguf(tmp_path / "m.gguf", T1, make_weights(T1), GgufRecipe(keys=keys))
+    assert GgufSource(file).load_header().config.rope == T1.rope
+
+
+@pytest.mark.parametrize("add_bos", [None, False, True])
+def test_the_files_bos_flag_is_followed(tmp_path: Path, add_bos: bool | None) -> None:
+    recipe = GgufRecipe(tokenizer={"add_bos_token": add_bos})
+    file = write_gguf(tmp_path / "m.gguf", T1, make_weights(T1), recipe)
+    assert GgufSource(file).load_header().tokenizer.add_bos is bool(add_bos)
+
+
+def test_eos_is_the_union_of_all_keys(tmp_path: Path) -> None:
+    recipe = GgufRecipe(tokenizer={"eot_token_id": 5, "eom_token_id": 6})
+    file = write_gguf(tmp_path / "m.gguf", T1, make_weights(T1), recipe)
+    assert GgufSource(file).load_header().eos_ids == {1, 3, 5, 6}
