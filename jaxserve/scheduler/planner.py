@@ -196,7 +196,7 @@ class Planner:
             step.waits_for = "rows"
             return None
         num_pages = self._num_admission_pages(sequence) + step.num_promised
-        if num_pages > self._pool.num_free or step.pages_are_short:
+        if num_pages > self._pool.num_free:
             step.waits_for = "pages"
             return None
         return sequence
