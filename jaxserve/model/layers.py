@@ -61,7 +61,13 @@ def attention_block(
         soft_cap=config.attention_soft_cap,
         impl=attention,
     )
-    out_TD = dot("TNH,NHD->TD", out_TNH.astype(weight_dtype), params["o_NHD"])
+    # Flattened by hand: given two axes to sum over, XLA:CPU turns them round and copies the weight.
+    T, N, H = out_TNH.shape
+    out_TD = dot(
+        "TF,FD->TD",
+        out_TNH.astype(weight_dtype).reshape(T, N * H),
+        params["o_NHD"].reshape(N * H, -1),
+    )
     if config.attention_bias:
         out_TD += params["o_bias_D"][None].astype(jnp.float32)
     return kv_C2KRH, out_TD

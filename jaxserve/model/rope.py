@@ -27,7 +27,9 @@ def rope_tables(
     """Returns cos and sin of each position's angles, float32 [T, head_dim // 2]."""
     frequencies_1H = jnp.asarray(inverse_frequencies(rope, head_dim))[None, :]
     angles_TH = positions_T.astype(jnp.float32)[:, None] * frequencies_1H
-    return jnp.cos(angles_TH), jnp.sin(angles_TH)
+    # The barrier keeps XLA from working out the sines again in every layer and for every head.
+    cos_TH, sin_TH = jax.lax.optimization_barrier((jnp.cos(angles_TH), jnp.sin(angles_TH)))
+    return cos_TH, sin_TH
 
 
 def rotate(x_TNH: jax.Array, cos_TH: jax.Array, sin_TH: jax.Array) -> jax.Array:
