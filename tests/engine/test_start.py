@@ -1,0 +1,120 @@
+"""From a folder on disk to tokens: the whole wiring, on a model of two layers."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.checkpoint.safetensors import HfFolderSource
+from jaxserve.config import load_config
+from jaxserve.engine import EngineState, ServedModel
+from jaxserve.engine.start import load_engine
+from jaxserve.errors import CheckpointError, InvalidRequestError
+from jaxserve.llm import LLM
+from jaxserve.request import GenerationRequest, SamplingParams
+from tests.checkpoint.writers import T1, make_weights, write_hf
+from tests.engines import gather
+from tests.oracle import oracle_greedy
+
+FLAGS = {
+    "model.dtype": "float32",
+    "model.max_model_tokens": 64,
+    "kv.page_size": 4,
+    "kv.num_pages": 33,
+    "scheduler.max_seqs": 4,
+    "buckets.decode_seqs": (4,),
+    "buckets.chunk_tokens": (16,),
+    "buckets.chunk_decode_seqs": (4,),
+    "runner.forbid_recompile": True,
+}
+CONFIG = load_config(flags=FLAGS)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hf(tmp_path_factory.mktemp("models") / "tiny", T1, make_weights(T1))
+
+
+def solo(folder: Path, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    params = HfFolderSource(folder).load_params(np.float32)
+    return tuple(oracle_greedy(params, prompt, T1, num_tokens=12))
+
+
+def test_a_folder_becomes_an_engine_that_gives_the_models_tokens(folder: Path) -> None:
+    phases: dict[str, tuple[int, int]] = {}
+
+    def progress(phase: str, num_done: int, num_all: int) -> None:
+        phases[phase] = (num_done, num_all)
+
+    prompts = [tuple(range(n, n + 3 * n)) for n in range(1, 8)]  # up to two chunks
+    with LLM(str(folder), CONFIG, progress=progress) as llm:
+        completions = llm.generate(prompts, GREEDY)
+        metrics = llm.engine.metrics
+    assert [done.token_ids for done in completions] == [solo(folder, p) for p in prompts]
+    assert phases.keys() == {"load", "compile"}
+    assert all(num_done == num_all for num_done, num_all in phases.values())
+    assert llm.model == ServedModel(
+        name="tiny",
+        max_model_tokens=64,
+        vocab_size=T1.vocab_size,
+        eos_ids=frozenset({1}),
+        bos_id=llm.tokenizer.bos_id,
+        path=str(folder),
+        architecture="llama",
+        dtype="float32",
+        quantization=llm.model.quantization,
+        capacity_tokens=128,
+    )
+    assert metrics.value("recompiles_total") == 0
+    assert metrics.value("kv_capacity_tokens") == 128
+    assert metrics.value("overlapped_steps_total") > 0
+
+
+@pytest.mark.parametrize("prompt", [(5,), (5, 6, 7), tuple(range(20))])
+def test_an_engine_for_one_request_compiles_less_and_gives_the_same(
+    folder: Path, prompt: tuple[int, ...]
+) -> None:
+    request = GenerationRequest(prompt=prompt, sampling=GREEDY)
+    seen: list[ServedModel] = []
+
+    def only_for(model: ServedModel) -> GenerationRequest:
+        seen.append(model)
+        return request
+
+    engine = load_engine(str(folder), CONFIG, only_for=only_for)
+    assert engine.state is EngineState.STARTING
+    engine.start()
+    output = gather(engine.submit(request))
+    engine.stop()
+    assert tuple(output.token_ids) == solo(folder, prompt)
+    assert (seen[0].name, seen[0].vocab_size) == ("tiny", T1.vocab_size)
+    assert engine.metrics.total("compiles_total") <= 6
+
+
+def test_a_request_that_is_not_allowed_is_refused_before_anything_is_compiled(
+    folder: Path,
+) -> None:
+    request = GenerationRequest(prompt=(1, T1.vocab_size))
+    phases: list[str] = []
+    with pytest.raises(InvalidRequestError, match=f"ids are 0 to {T1.vocab_size - 1}"):
+        load_engine(
+            str(folder),
+            CONFIG,
+            progress=lambda phase, done, total: phases.append(phase),
+            only_for=lambda model: request,
+        )
+    assert phases == []
+
+
+def test_an_unknown_model_is_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match="there is no model 'no-such-model' here"):
+        load_engine("no-such-model", CONFIG)
+
+
+@pytest.mark.parametrize("module", ["jaxserve", "jaxserve.engine", "jaxserve.llm"])
+def test_importing_brings_no_jax(module: str) -> None:
+    code = f"import sys, {module}; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
