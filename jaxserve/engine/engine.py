@@ -11,11 +11,16 @@ from typing import Final
 from jaxserve.config import Config
 from jaxserve.engine import limits
 from jaxserve.engine.intake import EngineState, Intake
-from jaxserve.engine.live_request import LiveRequest, StopText, error_label, outcome_label
+from jaxserve.engine.live_request import (
+    LiveRequest,
+    build_live_request,
+    error_label,
+    late_outcome,
+    outcome_label,
+)
 from jaxserve.engine.served_model import ServedModel
 from jaxserve.engine.stream import Stream, Waker
 from jaxserve.errors import (
-    DeadlineError,
     EngineDeadError,
     JaxserveError,
     NotServingError,
@@ -27,8 +32,6 @@ from jaxserve.plan import InFlight, Runner, StepPlan, StepResult
 from jaxserve.request import FinishReason, GenerationRequest, Request
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.scheduler import Scheduler, Update
-from jaxserve.text.detokenizer import Detokenizer
-from jaxserve.text.stops import StopMatcher
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -124,7 +127,13 @@ class Engine:
                 now_s=self._clock(),
             )
             self._scheduler.check_fits(len(request.prompt), request.max_tokens)
-            live = self._live_request(request)
+            live = build_live_request(
+                request,
+                tokenizer=self.tokenizer,
+                max_bytes=self.config.limits.stream_buffer_bytes,
+                waker=self._waker,
+                on_cancel=functools.partial(self._intake.abort, request),
+            )
             self._intake.add(live, on_accept=self.metrics.requests_submitted.inc)
         except JaxserveError as error:
             self.metrics.requests_refused.labels(error_label(error)).inc()
@@ -156,29 +165,11 @@ class Engine:
         """Stops now: what runs ends with NotServingError."""
         self.drain(0.0)
 
-    def _live_request(self, request: Request) -> LiveRequest:
-        sampling = request.sampling
-        decoder = Detokenizer(self.tokenizer, sampling.skip_special_tokens)
-        stops = None
-        if sampling.stop_strings:
-            stops = StopText(
-                decoder=decoder,
-                matcher=StopMatcher(sampling.stop_strings, sampling.include_stop_text),
-                min_tokens=sampling.min_tokens,
-            )
-        stream = Stream(
-            request_id=request.id,
-            prompt_tokens=len(request.prompt),
-            max_bytes=self.config.limits.stream_buffer_bytes,
-            decoder=None if stops else decoder,
-            waker=self._waker,
-            on_cancel=functools.partial(self._intake.abort, request),
-        )
-        return LiveRequest(request=request, stream=stream, stops=stops)
-
     def _change_state(self, state: EngineState) -> None:
-        if not self._intake.change_state(state):
-            return
+        if self._intake.change_state(state):
+            self._tell(state)
+
+    def _tell(self, state: EngineState) -> None:
         logger.info("engine state=%s", state.value)
         for listener in self._listeners:
             listener(state)
@@ -227,18 +218,7 @@ class Engine:
 
     def _end_expired(self, now_s: float) -> None:
         for request in self._scheduler.expired(now_s):
-            has_output = any(sequence.output for sequence in request.sequences)
-            if request.deadline_s is None or now_s < request.deadline_s:
-                waited_s = now_s - request.arrival_s
-                text = (
-                    f"queue_timeout passed: waited {waited_s:.3f} s for admission; try again later"
-                )
-                self._finish(request, DeadlineError(text, field="queue_timeout"))
-            elif has_output:
-                self._finish(request, FinishReason.DEADLINE)
-            else:
-                text = "the deadline passed before the first token; allow more time, or try later"
-                self._finish(request, DeadlineError(text))
+            self._finish(request, late_outcome(request, now_s))
 
     def _launch(self, plan: StepPlan) -> None:
         now_s = self._clock()
@@ -346,7 +326,9 @@ class Engine:
         logger.error("the engine failed and ends every request", exc_info=error)
         self.error = error
         self._in_flight.clear()
-        self._change_state(EngineState.FAILED)
+        self._intake.change_state(EngineState.FAILED)
         for live in self._intake.live():
             cause = f"the engine failed: {type(error).__name__}; restart the server"
             self._finish(live.request, EngineDeadError(cause))
+        self._waker.flush()
+        self._tell(EngineState.FAILED)  # last: who hears it may end the process

@@ -1,14 +1,23 @@
 """A request while it is in the engine: its stream, its stops, its stamps and accounts."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Final
 
 from jaxserve.engine.events import ExecutionInfo, Finished, Timings, Usage
-from jaxserve.engine.stream import Decoder, Stream
-from jaxserve.errors import EngineDeadError, JaxserveError, NotServingError, RequestError
+from jaxserve.engine.stream import Decoder, Stream, Waker
+from jaxserve.errors import (
+    DeadlineError,
+    EngineDeadError,
+    JaxserveError,
+    NotServingError,
+    RequestError,
+)
 from jaxserve.plan import Bucket
 from jaxserve.request import FinishReason, Request
+from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.stops import StopMatcher
+from jaxserve.text.tokenizer import Tokenizer
 
 # without stop strings, STOP too is by a token id
 ENDS_BY_ID: Final = frozenset({FinishReason.EOS, FinishReason.STOP})
@@ -156,6 +165,50 @@ class LiveRequest:
             padding_fraction=1 - self.num_prefill_tokens / padded if padded else 0.0,
             preemptions=sum(sequence.num_preemptions for sequence in sequences),
         )
+
+
+def build_live_request(
+    request: Request,
+    *,
+    tokenizer: Tokenizer,
+    max_bytes: int,
+    waker: Waker,
+    on_cancel: Callable[[], None],
+) -> LiveRequest:
+    """Returns the request with its stream; with stop strings its text is made on this side."""
+    sampling = request.sampling
+    decoder = Detokenizer(tokenizer, sampling.skip_special_tokens)
+    stops = None
+    if sampling.stop_strings:
+        stops = StopText(
+            decoder=decoder,
+            matcher=StopMatcher(sampling.stop_strings, sampling.include_stop_text),
+            min_tokens=sampling.min_tokens,
+        )
+    stream = Stream(
+        request_id=request.id,
+        prompt_tokens=len(request.prompt),
+        max_bytes=max_bytes,
+        decoder=None if stops else decoder,
+        waker=waker,
+        on_cancel=on_cancel,
+    )
+    return LiveRequest(request=request, stream=stream, stops=stops)
+
+
+def late_outcome(request: Request, now_s: float) -> FinishReason | DeadlineError:
+    """Returns how a request ends whose time is over: its output so far stands, if there is any."""
+    if request.deadline_s is None or now_s < request.deadline_s:
+        waited_s = now_s - request.arrival_s
+        return DeadlineError(
+            f"queue_timeout passed: waited {waited_s:.3f} s for admission; try again later",
+            field="queue_timeout",
+        )
+    if any(sequence.output for sequence in request.sequences):
+        return FinishReason.DEADLINE
+    return DeadlineError(
+        "the deadline passed before the first token; allow more time, or try again later"
+    )
 
 
 def outcome_label(outcome: FinishReason | JaxserveError) -> str:
