@@ -24,6 +24,7 @@ GENERATION: Final = generation_pb2.DESCRIPTOR.services_by_name["GenerationServic
 MODEL: Final = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 REFLECTION_V1: Final = "grpc.reflection.v1.ServerReflection"
 NUM_THREADS: Final = 4  # that read and tokenize long requests
+LAST_WORDS_S: Final = 0.5
 NUM_SPARE_CALLS: Final = 64  # health and reflection beside a full house of requests
 
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
@@ -96,8 +97,10 @@ class Server:
         await self._has_ended.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Closes the listener at once, and what calls are left after the grace."""
-        await self._server.stop(grace_s)
+        """Gives open calls the grace to end, then closes the listener and what is left."""
+        await self._edge.wait_idle(grace_s)
+        # a health watch never ends by itself: it gets the time that the last statuses need
+        await self._server.stop(min(grace_s, LAST_WORDS_S))
         if self._follower is not None:
             self._follower.cancel()
         self._threads.shutdown(wait=False)

@@ -28,6 +28,8 @@ class Edge:
     def __init__(self, limits: LimitsSection) -> None:
         self._limits = limits
         self._num_open = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
 
     @contextlib.asynccontextmanager
     async def call(self, context: Context, request_id: str = "") -> AsyncIterator[None]:
@@ -36,23 +38,33 @@ class Edge:
         A text that is not ours goes to the log, never to the client.
         """
         self._num_open += 1
+        self._is_idle.clear()
         try:
             self._check_open()
             yield
         except JaxserveError as error:
             failure: Exception = error
+        except grpc.aio.InternalError as error:
+            # A write that a cancel cut short. The transport has ended the call, and may know so
+            # before the context does.
+            logger.debug("the transport ended a call: request_id=%r", request_id)
+            raise asyncio.CancelledError from error
         except Exception as error:  # the RPC edge
-            if context.done():
-                # grpc raises ExecuteBatchError from a write that a cancel has cut short
-                raise asyncio.CancelledError from error
             logger.exception("a call failed: request_id=%r", request_id)
             failure = error
         else:
             return
         finally:
             self._num_open -= 1
+            if self._num_open == 0:
+                self._is_idle.set()
         status = build_status(failure, request_id=request_id)
         await context.abort_with_status(status)  # type: ignore[attr-defined]  # not in the stubs
+
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Returns when no call is open, or when the time is over."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_idle.wait(), timeout_s)
 
     def check_size(self, reply: Message) -> None:
         """Raises InvalidRequestError for a reply that the transport would cut off."""

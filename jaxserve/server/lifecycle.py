@@ -33,7 +33,11 @@ def serve(load_engine: Callable[[], Engine], config: Config) -> int:
       ConfigError: the address cannot be bound.
       JaxserveError: what `load_engine` raised.
     """
-    return asyncio.run(Service(load_engine, config).run())
+
+    async def run() -> int:
+        return await Service(load_engine, config).run()  # made inside: grpc binds to the loop
+
+    return asyncio.run(run())
 
 
 class Service:
@@ -52,10 +56,10 @@ class Service:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        await self.server.start()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
+            await self.server.start()
             return await self._serve(await self._load())
         finally:
             await self.server.stop(0.0)
