@@ -57,7 +57,7 @@ def test_nobody_is_admitted_onto_the_page_that_a_runner_needs_next() -> None:
 def test_a_preempted_request_starts_again_only_where_the_others_can_grow() -> None:
     loop = Loop(num_pages=1 + 4, max_len=16, chunk_tokens=8, step_tokens=None, depth=1)
     loop.add(4, 10)
-    young = loop.add(4, 4)
+    young = loop.add(4, 8)
     loop.step()
     loop.step()
     loop.preempt(young)  # its two pages are free, and two is what it needs; but the other grows
