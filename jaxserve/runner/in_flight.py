@@ -36,7 +36,8 @@ class LaunchedStep:
 
     def start_copy(self) -> None:
         """Has the result copied to the host as soon as it is there."""
-        if self._result is not None:
+        assert self._result is not None, "the copy is started before the result is read"
+        with jax.transfer_guard_device_to_host("allow"):  # on a GPU this counts as implicit
             self._result.copy_to_host_async()
 
     def result(self) -> StepResult:

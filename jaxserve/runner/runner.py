@@ -140,7 +140,7 @@ class Runner:
             self._load_rows(plan.row_loads)
             self._copy_pages(plan.copies)
             step = self._run_step(plan, launched_s)
-        step.start_copy()  # outside: on a GPU the guard takes this copy for an implicit one
+        step.start_copy()
         self._check_no_recompile()
         return step
 
