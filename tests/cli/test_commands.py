@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import jaxserve.engine.start
+import jaxserve.server.lifecycle
 from jaxserve.cli.main import build_parser, main
 from jaxserve.config import Config
 from jaxserve.engine import Engine, ServedModel
@@ -23,21 +24,21 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}!{% endfor %}"
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Config, GenerationRequest]]:
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Config, GenerationRequest | None]]:
     """Has the commands load a fake engine that always answers the same; returns what was asked."""
-    calls: list[tuple[str, Config, GenerationRequest]] = []
+    calls: list[tuple[str, Config, GenerationRequest | None]] = []
 
     def load_engine(
         name: str,
         config: Config,
         *,
         progress: object = None,
-        only_for: Callable[[ServedModel], GenerationRequest],
+        only_for: Callable[[ServedModel], GenerationRequest] | None = None,
     ) -> Engine:
         engine, _ = build_engine(
             script=say({None: [*ANSWER.encode(), EOS_ID]}), chat_template=TEMPLATE
         )
-        calls.append((name, config, only_for(engine.model)))
+        calls.append((name, config, only_for and only_for(engine.model)))
         return engine
 
     monkeypatch.setattr(jaxserve.engine.start, "load_engine", load_engine)
@@ -182,6 +183,26 @@ def test_an_interrupt_is_exit_code_130(
     monkeypatch.setattr(jaxserve.engine.start, "load_engine", load_engine)
     assert main(["generate", "--prompt", "Hi"]) == 130
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("returned", "code"), [(0, 0), (1, 70)])
+def test_serve_passes_its_options_on_and_says_how_it_ended(
+    returned: int, code: int, loaded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[Config] = []
+
+    def serve(load_engine: Callable[[], Engine], config: Config) -> int:
+        load_engine()
+        served.append(config)
+        return returned
+
+    monkeypatch.setattr(jaxserve.server.lifecycle, "serve", serve)
+    words = "serve m.gguf --host 0.0.0.0 --port 0 --dtype float32"
+    assert main(words.split()) == code
+    (config,) = served
+    assert (config.server.host, config.server.port, config.model.dtype) == ("0.0.0.0", 0, "float32")
+    assert loaded[0][:2] == ("m.gguf", config)
+    assert loaded[0][2] is None, "a server compiles for any request"
 
 
 @pytest.mark.parametrize(
