@@ -27,7 +27,7 @@ class SamplingParams:
       min_p: drop below this share of the most likely, in [0, 1]; 0 is off.
       presence_penalty: [-2, 2], once for each id in the output.
       frequency_penalty: [-2, 2], for each occurrence in the output.
-      repetition_penalty: > 0, ids of prompt and output: positive logits divided, negative multiplied.
+      repetition_penalty: > 0, ids of prompt and output: positive logits divided, others multiplied.
       seed: uint64; None draws one from the operating system.
       logit_bias: id to a finite number added to its logit.
       max_tokens: ≥ 1; None is the rest of the context.

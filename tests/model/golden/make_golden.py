@@ -8,8 +8,8 @@ import pathlib
 import sys
 
 import numpy as np
-import torch  # type: ignore[import-not-found]  # in its own venv only
-import transformers  # type: ignore[import-not-found]
+import torch
+import transformers
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE))
