@@ -12,12 +12,15 @@ import grpc
 from jaxserve.client import AsyncClient
 from jaxserve.config import Config, ServerSection
 from jaxserve.engine import Engine, EngineState, Stream
-from jaxserve.gen import generation_pb2_grpc
+from jaxserve.gen import generation_pb2, generation_pb2_grpc
 from jaxserve.plan import StepPlan
 from jaxserve.request import GenerationRequest, Request
 from jaxserve.server.app import Server
 from tests.engines import build_engine, check_accounts, check_idle
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, say
+
+LETTERS = say({None: b"abcdefghij" * 9})
+EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # not in the stubs
 
 
 class Steps:
@@ -74,8 +77,9 @@ async def run_server(steps: Steps | None = None, **options: Any) -> AsyncIterato
 
     Args:
       steps: holds the device's results back.
-      options: of `build_engine`.
+      options: of `build_engine`; the output is letters without an end, unless `script` is given.
     """
+    options.setdefault("script", LETTERS)
     if steps is not None:
         options["on_result"] = steps.on_result
     engine, runner = build_engine(**options)
@@ -101,13 +105,13 @@ async def run_server(steps: Steps | None = None, **options: Any) -> AsyncIterato
 
 def watch(engine: Engine) -> tuple[list[GenerationRequest], list[str]]:
     """Returns lists that the engine's submits and aborts will be written to."""
-    asked: list[GenerationRequest] = []
+    submitted: list[GenerationRequest] = []
     aborts: list[str] = []
     submit, abort = engine.submit, engine._intake.abort
 
-    def watched_submit(request: GenerationRequest) -> Stream:
-        asked.append(request)
-        return submit(request)
+    def watched_submit(asked: GenerationRequest) -> Stream:
+        submitted.append(asked)
+        return submit(asked)
 
     def watched_abort(request: Request) -> None:
         aborts.append(request.id)
@@ -115,7 +119,7 @@ def watch(engine: Engine) -> tuple[list[GenerationRequest], list[str]]:
 
     engine.submit = watched_submit  # type: ignore[method-assign]
     engine._intake.abort = watched_abort  # type: ignore[method-assign]
-    return asked, aborts
+    return submitted, aborts
 
 
 def local(config: Config, **section: Any) -> Config:  # noqa: ANN401
@@ -134,6 +138,17 @@ async def raw_stub(running: Running) -> AsyncIterator[generation_pb2_grpc.Genera
     """A stub without our client's conveniences, for messages it would not send."""
     async with grpc.aio.insecure_channel(running.target) as channel:
         yield generation_pb2_grpc.GenerationServiceStub(channel)
+
+
+async def read_rest(
+    call: Any,  # noqa: ANN401  # the stubs' calls have no types
+    messages: list[generation_pb2.StreamGenerateResponse] | None = None,
+) -> list[generation_pb2.StreamGenerateResponse]:
+    """Returns what is left of a stream; fills `messages` even where it ends with an error."""
+    messages = [] if messages is None else messages
+    while (message := await call.read()) is not EOF:
+        messages.append(message)
+    return messages
 
 
 async def until(condition: Callable[[], bool]) -> None:

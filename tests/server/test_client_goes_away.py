@@ -18,7 +18,16 @@ from jaxserve.gen import generation_pb2
 from jaxserve.plan import StepLimits
 from jaxserve.request import ChatMessage, ChatPrompt, GenerationRequest, SamplingParams
 from tests.fakes import CHAT_TEMPLATE, EOS_ID, expected_output
-from tests.server.harness import Running, Steps, connect, raw_stub, run_server, until
+from tests.server.harness import (
+    EOF,
+    Running,
+    Steps,
+    connect,
+    raw_stub,
+    read_rest,
+    run_server,
+    until,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -57,7 +66,7 @@ async def test_a_stream_cancelled_after_some_messages(num_read: int) -> None:
         for i in range(num_read):
             if i != 1:  # the first token brings two messages: the start and its delta
                 steps.allow(1)
-            assert await call.read() is not grpc.aio.EOF
+            assert await call.read() is not EOF
         call.cancel()
         await check_one_abort(running, steps, request_id="gone")
 
@@ -109,10 +118,9 @@ async def test_a_deadline_that_passes_in_a_stream() -> None:
     async with run_server(steps, clock=time.monotonic) as running, raw_stub(running) as stub:
         call = stub.StreamGenerate(ask("gone"), timeout=0.2)
         steps.allow(1)
-        with pytest.raises(grpc.RpcError) as caught:
-            while await call.read() is not grpc.aio.EOF:
-                pass
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        with pytest.raises(grpc.RpcError):
+            await read_rest(call)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         steps.open()
         await until(lambda: not running.engine._intake.live())
         ends = running.finished("cancelled") + running.finished("deadline")
@@ -170,10 +178,10 @@ async def test_a_call_that_is_cancelled_while_a_thread_reads_its_prompt() -> Non
         submit = running.engine.submit
         entered = threading.Event()
 
-        def slow_submit(request: GenerationRequest) -> Stream:
+        def slow_submit(asked: GenerationRequest) -> Stream:
             entered.set()
             is_let_go.wait()
-            return submit(request)
+            return submit(asked)
 
         running.engine.submit = slow_submit  # type: ignore[method-assign]
         conversation = ChatPrompt(messages=(ChatMessage(role="user", content="Hi"),))
@@ -218,7 +226,7 @@ async def test_of_64_streams_a_third_leaves_and_the_rest_are_whole() -> None:
                 if num_read == leaving.get(i):
                     return
 
-    async with run_server(steps, step_limits=limits, num_pages=33) as running:
+    async with run_server(steps, script=None, step_limits=limits, num_pages=33) as running:
         async with connect(running) as client:
             tasks = {i: asyncio.create_task(read(client, i)) for i in range(64)}
             await until(lambda: running.num_submitted == 64)
@@ -268,7 +276,7 @@ async def test_an_error_that_is_not_ours_ends_the_call_without_its_text(
     async with run_server() as running, connect(running) as client:
         submit = running.engine.submit
 
-        def broken(request: GenerationRequest) -> Stream:
+        def broken(asked: GenerationRequest) -> Stream:
             raise KeyError("a secret of the server")
 
         running.engine.submit = broken  # type: ignore[method-assign]

@@ -8,7 +8,13 @@ from jaxserve.client.results import FINISH_REASONS as READ_REASONS
 from jaxserve.engine import ServedModel
 from jaxserve.errors import InvalidRequestError
 from jaxserve.gen import generation_pb2
-from jaxserve.request import ChatMessage, ChatPrompt, FinishReason, GenerationRequest, SamplingParams
+from jaxserve.request import (
+    ChatMessage,
+    ChatPrompt,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
 from jaxserve.server import convert
 
 MODEL = ServedModel(
@@ -138,7 +144,10 @@ def test_an_interval_of_nothing_is_refused() -> None:
 
 
 def test_a_timeout_keeps_its_fraction_and_zero_stays_zero_to_be_refused() -> None:
-    for duration, seconds in ((duration_pb2.Duration(seconds=2, nanos=5), 2.000000005), (None, None)):
+    for duration, seconds in (
+        (duration_pb2.Duration(seconds=2, nanos=5), 2.000000005),
+        (None, None),
+    ):
         message = generation_pb2.GenerateRequest(text="x", queue_timeout=duration)
         assert read(message).queue_timeout_s == seconds
     message = generation_pb2.GenerateRequest(text="x", queue_timeout=duration_pb2.Duration())

@@ -23,7 +23,9 @@ INPUTS = {
 }
 
 
-def walk(message: Descriptor, prefix: str = "") -> Iterator[tuple[str, tuple[FieldDescriptor, ...]]]:
+def walk(
+    message: Descriptor, prefix: str = ""
+) -> Iterator[tuple[str, tuple[FieldDescriptor, ...]]]:
     """Every path of a message, and the fields on the way to it."""
     for field in message.fields:
         path = f"{prefix}{field.name}"
@@ -125,7 +127,7 @@ async def test_refusals_reach_the_client_with_the_field() -> None:
                 with pytest.raises(grpc.RpcError) as caught:
                     await call
                 assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-                assert path in caught.value.details()
+                assert path in (caught.value.details() or "")
         assert running.num_submitted == 0
 
 

@@ -23,7 +23,7 @@ from jaxserve.config import LimitsSection
 from jaxserve.gen import generation_pb2
 from jaxserve.request import ChatMessage, ChatPrompt, SamplingParams
 from tests.fakes import CHAT_TEMPLATE, EOS_ID, expected_output, say
-from tests.server.harness import Steps, connect, raw_stub, run_server, until
+from tests.server.harness import EOF, Steps, connect, raw_stub, run_server, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -42,7 +42,9 @@ async def test_the_unary_answer_is_the_stream_put_together() -> None:
             assert isinstance(finish, Finish)
             assert all(isinstance(delta, Delta) for delta in deltas)
             assert "".join(delta.text for delta in deltas if isinstance(delta, Delta)) == whole.text
-            token_ids = [id for delta in deltas if isinstance(delta, Delta) for id in delta.token_ids]
+            token_ids = [
+                id for delta in deltas if isinstance(delta, Delta) for id in delta.token_ids
+            ]
             assert tuple(token_ids) == whole.token_ids
             assert finish.reason is whole.finish_reason
             assert finish.matched_stop == whole.matched_stop
@@ -50,8 +52,10 @@ async def test_the_unary_answer_is_the_stream_put_together() -> None:
 
 
 async def test_the_tokens_are_the_engines() -> None:
-    async with run_server() as running, connect(running) as client:
-        result = await client.generate(PROMPT, temperature=0.0, max_tokens=8, include_token_ids=True)
+    async with run_server(script=None) as running, connect(running) as client:
+        result = await client.generate(
+            PROMPT, temperature=0.0, max_tokens=8, include_token_ids=True
+        )
     assert list(result.token_ids) == expected_output(PROMPT, GREEDY, 8, stop_ids=(EOS_ID,))
     assert result.finish_reason is FinishReason.MAX_TOKENS
     assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (3, 8)
@@ -73,7 +77,7 @@ async def test_each_token_is_sent_when_it_is_there() -> None:
             steps.open()
             assert (await call.read()).delta.text == "c"
             assert (await call.read()).finish.reason == generation_pb2.FINISH_REASON_MAX_TOKENS
-            assert await call.read() is grpc.aio.EOF
+            assert await call.read() is EOF
 
 
 async def test_an_interval_gathers_tokens_and_the_rest_comes_last() -> None:

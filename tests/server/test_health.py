@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -98,11 +99,10 @@ async def test_a_failed_step_ends_every_call_and_both_healths() -> None:
 
 async def test_an_unknown_service_has_no_health() -> None:
     async with run_server() as running:
-        with pytest.raises(grpc.RpcError) as caught:
-            async with grpc.aio.insecure_channel(running.target) as channel:
-                request = health_pb2.HealthCheckRequest(service="other")
-                await health_pb2_grpc.HealthStub(channel).Check(request)
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        async with grpc.aio.insecure_channel(running.target) as channel:
+            request = health_pb2.HealthCheckRequest(service="other")
+            call = health_pb2_grpc.HealthStub(channel).Check(request)
+            assert await call.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
@@ -118,15 +118,18 @@ async def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_tells_services_and_their_messages(version: str) -> None:
     async with run_server() as running, grpc.aio.insecure_channel(running.target) as channel:
-        method = channel.stream_stream(
+        method: Any = channel.stream_stream(
             f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
             request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
             response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
         )
-        call = method()
-        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-        answer = await call.read()
-        names = {service.name for service in answer.list_services_response.service}
+        symbols = ("jaxserve.v1.GenerationService", "jaxserve.v1.ModelService")
+        questions = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            *(reflection_pb2.ServerReflectionRequest(file_containing_symbol=s) for s in symbols),
+        ]
+        listed, *files = [answer async for answer in method(iter(questions))]
+        names = {service.name for service in listed.list_services_response.service}
         assert names == {
             "jaxserve.v1.GenerationService",
             "jaxserve.v1.ModelService",
@@ -134,10 +137,8 @@ async def test_reflection_tells_services_and_their_messages(version: str) -> Non
             "grpc.reflection.v1.ServerReflection",
             "grpc.reflection.v1alpha.ServerReflection",
         }
-        for symbol in ("jaxserve.v1.GenerationService", "jaxserve.v1.ModelService"):
-            request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol)
-            await call.write(request)
-            files = (await call.read()).file_descriptor_response.file_descriptor_proto
-            first = descriptor_pb2.FileDescriptorProto.FromString(files[0])
-            assert first.package == "jaxserve.v1"
-        await call.done_writing()
+        assert len(files) == len(symbols)
+        for answer, symbol in zip(files, symbols, strict=True):
+            (described, *_) = answer.file_descriptor_response.file_descriptor_proto
+            file = descriptor_pb2.FileDescriptorProto.FromString(described)
+            assert f"{file.package}.{file.service[0].name}" == symbol

@@ -60,10 +60,11 @@ class Process:
     async def _read(self, request_id: str) -> list[object]:
         events: list[object] = []
         try:
-            async for event in self.client.stream(
+            stream = self.client.stream(
                 "Hi!", request_id=request_id, max_tokens=30, ignore_eos=True
-            ):
-                events.append(event)
+            )
+            async for event in stream:
+                events += [event]
         except ServerError as error:
             events.append(error)
         return events

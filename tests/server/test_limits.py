@@ -13,7 +13,7 @@ from jaxserve.errors import SlowReaderError
 from jaxserve.gen import generation_pb2
 from jaxserve.request import GenerationRequest
 from tests.fakes import VOCAB_SIZE
-from tests.server.harness import Running, Steps, connect, raw_stub, run_server, until
+from tests.server.harness import Running, Steps, connect, raw_stub, read_rest, run_server, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -53,11 +53,7 @@ async def test_an_id_outside_the_vocabulary_fails_alone_beside_a_healthy_stream(
                 await stub.Generate(ask_with(field, token_id))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         steps.open()
-        last = None
-        while (message := await call.read()) is not grpc.aio.EOF:
-            last = message
-        assert last is not None
-        assert last.finish.usage.completion_tokens == 6
+        assert (await read_rest(call))[-1].finish.usage.completion_tokens == 6
         # the last id of the vocabulary is fine, and the server is well (K6)
         response = await stub.Generate(ask_with(field, VOCAB_SIZE - 1))
         assert response.usage.completion_tokens == 1
@@ -104,17 +100,20 @@ async def test_a_request_at_the_limit_passes_and_one_beyond_is_refused_clearly(m
             await stub.Generate(request)
         if more > 0:
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert str(limit) in caught.value.details()
+            assert str(limit) in (caught.value.details() or "")
         else:  # it has arrived, and is refused for what it says
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert "24990 tokens" in caught.value.details()
+            assert "24990 tokens" in (caught.value.details() or "")
         small = generation_pb2.GenerateRequest(text="x")
         small.stop.max_tokens = 1
         assert (await stub.Generate(small)).usage.completion_tokens == 1
 
 
 async def test_the_clients_own_limit_is_an_error_of_the_same_kind() -> None:
-    async with run_server() as running, AsyncClient(running.target, max_message_bytes=900) as client:
+    async with (
+        run_server() as running,
+        AsyncClient(running.target, max_message_bytes=900) as client,
+    ):
         with pytest.raises(OverloadedError, match="900"):
             await client.generate("x" * 2000)
         assert (await client.generate("x", max_tokens=1)).usage.completion_tokens == 1
@@ -125,7 +124,9 @@ async def test_a_reply_beyond_the_limit_is_an_error_that_names_it() -> None:
     async with run_server(bounds=bounds) as running, connect(running) as client:
         pad = [VOCAB_SIZE - 1]  # two bytes of request, five of reply
         assert len(await client.detokenize(pad * 790, skip_special_tokens=False)) == 790 * 5
-        with pytest.raises(BadRequestError, match=r"500\d bytes, but the limit of a message is 4000"):
+        with pytest.raises(
+            BadRequestError, match=r"500\d bytes, but the limit of a message is 4000"
+        ):
             await client.detokenize(pad * 1000, skip_special_tokens=False)
 
 
@@ -217,12 +218,13 @@ async def test_a_reader_that_stops_gets_all_up_to_the_bound_and_then_the_reason(
         fast = await asyncio.wait_for(client.generate("x", max_tokens=5, ignore_eos=True), 60)
         assert fast.usage.completion_tokens == 5
         # the reader comes back: in order, complete up to the bound, then the status
-        texts = []
-        with pytest.raises(grpc.RpcError) as caught:
-            while (message := await call.read()) is not grpc.aio.EOF:
-                texts.append(message.delta.text)
-        assert "".join(texts) == "".join(f"{i:08d}{piece}" for i in range(count))
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        messages: list[generation_pb2.StreamGenerateResponse] = []
+        with pytest.raises(grpc.RpcError):
+            await read_rest(call, messages)
+        assert "".join(message.delta.text for message in messages) == "".join(
+            f"{i:08d}{piece}" for i in range(count)
+        )
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert fed.cancelled == []  # the request had ended
         await until(lambda: running.num_open_calls == 0)
 

@@ -109,22 +109,10 @@ def test_a_status_fits_into_headers_whatever_the_message() -> None:
     assert len(status.trailing_metadata[0][1]) + 3 * len(status.details.encode()) < 16_384
 
 
-class Failed(grpc.RpcError, grpc.Call):  # type: ignore[misc]  # the stubs make them Any
-    """What a blocking call raises, without a call."""
-
-    def __init__(self, status: grpc.Status) -> None:
-        self._status = status
-
-    def code(self) -> grpc.StatusCode:
-        return self._status.code
-
-    def details(self) -> str:
-        return self._status.details
-
-    def trailing_metadata(self) -> object:
-        return self._status.trailing_metadata
-
-    initial_metadata = is_active = time_remaining = cancel = add_callback = lambda *_: None
+def fail(status: grpc.Status, metadata: grpc.aio.Metadata | None = None) -> grpc.RpcError:
+    """What a call that ended with this status raises."""
+    sent = grpc.aio.Metadata(*status.trailing_metadata) if metadata is None else metadata
+    return grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), sent, status.details, None)
 
 
 @pytest.mark.parametrize("kind", OURS)
@@ -132,7 +120,7 @@ def test_the_client_reads_back_what_the_server_meant(kind: type[errors.JaxserveE
     error = kind("why")
     if isinstance(error, errors.RequestError):
         error.field = "sampling.seed"
-    read = read_error(Failed(build_status(error, request_id="r9")))
+    read = read_error(fail(build_status(error, request_id="r9")))
     row = TABLE[kind]
     assert isinstance(read, CLASSES.get(row.code, ServerError))
     assert (read.code, str(read)) == (row.code, row.message or "why")
@@ -145,9 +133,6 @@ def test_the_client_reads_back_what_the_server_meant(kind: type[errors.JaxserveE
 
 
 def test_an_answer_that_is_not_this_servers_is_still_an_error_of_ours() -> None:
-    class Bare(Failed):
-        def trailing_metadata(self) -> object:
-            return None
-
-    read = read_error(Bare(build_status(errors.NotServingError("gone"), request_id="")))
+    status = build_status(errors.NotServingError("gone"), request_id="")
+    read = read_error(fail(status, grpc.aio.Metadata()))
     assert (type(read).__name__, read.reason, read.field) == ("UnavailableError", "", "")
