@@ -4,7 +4,11 @@ import pytest
 
 from jaxserve.config import GIB, Config
 from jaxserve.errors import CapacityError, ConfigError
-from jaxserve.runner import memory
+from jaxserve.metrics import Metrics
+from jaxserve.model.params import num_param_bytes
+from jaxserve.runner import memory, sizing
+from jaxserve.runner.programs import ProgramKey, Programs
+from tests.runner.driver import CONFIG, MODEL
 
 
 def _config(**sections: dict[str, object]) -> Config:
@@ -106,3 +110,27 @@ def test_the_capacity_is_logged_in_tokens(caplog: pytest.LogCaptureFixture) -> N
 
 def test_cpu_flags_are_read_where_the_system_has_them() -> None:
     assert all(flag == flag.strip() for flag in memory.read_cpu_flags())
+
+
+def test_what_a_pool_must_leave_free_is_measured_on_the_largest_programs() -> None:
+    values = CONFIG.model_dump()
+    values["scheduler"]["max_seqs"] = 2
+    values["buckets"] |= {"chunk_tokens": [8], "capture": False}
+    config = Config.model_validate(values)
+    programs = Programs(Metrics())
+    compiled: list[ProgramKey] = []
+
+    def compile_keys(keys: tuple[ProgramKey, ...]) -> None:
+        compiled.extend(keys)
+        programs.compile_all(keys, num_threads=2, cache_dir=None)
+
+    needed = sizing._needed_bytes(MODEL, config, ("float32", "float32"), programs, compile_keys)
+    assert [key.name for key in compiled] == ["forward 2x1+8", "output 2 full"]
+    temp_bytes = max(
+        analysis.temp_size_in_bytes
+        for key in compiled
+        if (analysis := programs[key].memory_analysis()) is not None
+    )
+    state_bytes = 2 * MODEL.padded_vocab_size * 4  # the counts, most of it
+    least = num_param_bytes(MODEL, "float32") + temp_bytes + state_bytes
+    assert least < needed < 2 * least
