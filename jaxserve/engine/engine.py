@@ -262,7 +262,7 @@ class Engine:
         stopped = set()
         for sequence_id, token_id in result.token_ids.items():
             live = self._by_sequence.get(sequence_id)  # None: ended, and the token is surplus
-            if live is not None and sequence_id not in result.not_finite and live.match(token_id):
+            if live is not None and live.match(token_id):
                 stopped.add(sequence_id)
         return stopped
 

@@ -114,6 +114,22 @@ def test_an_abort_after_the_end_does_nothing_even_to_one_of_the_same_id() -> Non
     assert engine.metrics.value("requests_finished_total", reason="cancelled") == 0
 
 
+def test_an_abort_that_crosses_the_end_does_not_hit_the_next_request_of_that_id() -> None:
+    engine: Engine
+
+    def on_result(plan: StepPlan) -> None:
+        if plan.step_id == 1:  # the result is the end; the idle engine finds the abort later
+            engine.abort("same")
+
+    engine, runner = build_engine(on_result=on_result)
+    with serve(engine, runner):
+        first = gather(engine.submit(ask((1,), id="same", max_tokens=1, ignore_eos=True)))
+        assert first.finished.reason is FinishReason.MAX_TOKENS
+        assert len(engine._intake._aborts) == 1
+        second = gather(engine.submit(ask((9,), id="same", ignore_eos=True)))
+    assert len(second.token_ids) == 8
+
+
 def test_output_that_was_not_read_yet_stays_readable_after_the_abort() -> None:
     engine, runner = build_engine()
     with serve(engine, runner):
