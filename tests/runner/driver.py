@@ -8,11 +8,14 @@ import jax
 import numpy as np
 
 from jaxserve.config import Config
+from jaxserve.metrics import Metrics
 from jaxserve.model.config import ModelConfig, RopeConfig
 from jaxserve.model.params import Params, init_params
 from jaxserve.plan import Chunk, InFlight, PageCopy, RowLoad, StepPlan, StepResult
 from jaxserve.request import SamplingParams
+from jaxserve.runner.programs import Programs
 from jaxserve.runner.runner import Runner
+from jaxserve.runner.sizing import RunnerSizes, size_runner
 
 MODEL = ModelConfig(
     architecture="llama",
@@ -49,6 +52,16 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def tiny_params() -> Params:
     return init_params(MODEL, jax.random.key(0), "float32")
+
+
+def tiny_sizes() -> RunnerSizes:
+    return size_runner(
+        MODEL,
+        CONFIG,
+        dtypes=("float32", "float32"),
+        programs=Programs(Metrics()),
+        compile_keys=lambda keys: None,  # the pool's pages are given, so nothing is measured
+    )
 
 
 def prompt_of(length: int, *, salt: int = 0) -> tuple[int, ...]:
