@@ -1,6 +1,7 @@
 """The paged forward against an oracle without a cache, and against HF transformers."""
 
 import dataclasses
+import functools
 import pathlib
 import re
 
@@ -32,6 +33,7 @@ CONFIGS = {"T1": T1, "tied and biased": BIASED, "window, scale and caps": CAPPED
 PAGES = (31, 5, 17, 2, 9, 30, 12, 7, 3, 22)  # the last page of the pool first
 
 
+@functools.cache
 def make_params(config: ModelConfig, dtype: str = "float32") -> Params:
     return init_params(config, jax.random.key(1), dtype)
 
@@ -215,7 +217,7 @@ def test_the_pool_is_updated_in_place() -> None:
 
 
 def test_ids_beyond_the_vocabulary_have_no_logit() -> None:
-    params = make_params(T1)
+    params = dict(make_params(T1))
     # All real logits near -5: a padding row's logit of 0 would win.
     hidden_BD = jnp.ones((2, T1.hidden_size), jnp.float32)
     params["final_norm_D"] = jnp.ones(T1.hidden_size, jnp.float32)
