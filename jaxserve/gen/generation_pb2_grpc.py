@@ -30,9 +30,10 @@ class GenerationServiceStub(object):
 
     An error is always the status of the call, never a message on a stream. Its details carry a
     google.rpc.ErrorInfo (domain "jaxserve", a stable reason, the request id) and, where a field is at
-    fault, a google.rpc.BadRequest that names it. UNAVAILABLE is kept for "nothing was begun": the
-    server is starting or going away, and the call may be sent again. A full queue is
-    RESOURCE_EXHAUSTED with a google.rpc.RetryInfo.
+    fault, a google.rpc.BadRequest that names it. UNAVAILABLE means that the server is starting or
+    going away, and that the call may be sent again, there or to another: it was not begun, or, where
+    a stream had begun, the server left before its end. A full queue is RESOURCE_EXHAUSTED with a
+    google.rpc.RetryInfo.
 
     A field that this version does not know or does not support ends the call with UNIMPLEMENTED and
     the field's name; nothing is silently ignored.
@@ -71,9 +72,10 @@ class GenerationServiceServicer(object):
 
     An error is always the status of the call, never a message on a stream. Its details carry a
     google.rpc.ErrorInfo (domain "jaxserve", a stable reason, the request id) and, where a field is at
-    fault, a google.rpc.BadRequest that names it. UNAVAILABLE is kept for "nothing was begun": the
-    server is starting or going away, and the call may be sent again. A full queue is
-    RESOURCE_EXHAUSTED with a google.rpc.RetryInfo.
+    fault, a google.rpc.BadRequest that names it. UNAVAILABLE means that the server is starting or
+    going away, and that the call may be sent again, there or to another: it was not begun, or, where
+    a stream had begun, the server left before its end. A full queue is RESOURCE_EXHAUSTED with a
+    google.rpc.RetryInfo.
 
     A field that this version does not know or does not support ends the call with UNIMPLEMENTED and
     the field's name; nothing is silently ignored.
@@ -147,9 +149,10 @@ class GenerationService(object):
 
     An error is always the status of the call, never a message on a stream. Its details carry a
     google.rpc.ErrorInfo (domain "jaxserve", a stable reason, the request id) and, where a field is at
-    fault, a google.rpc.BadRequest that names it. UNAVAILABLE is kept for "nothing was begun": the
-    server is starting or going away, and the call may be sent again. A full queue is
-    RESOURCE_EXHAUSTED with a google.rpc.RetryInfo.
+    fault, a google.rpc.BadRequest that names it. UNAVAILABLE means that the server is starting or
+    going away, and that the call may be sent again, there or to another: it was not begun, or, where
+    a stream had begun, the server left before its end. A full queue is RESOURCE_EXHAUSTED with a
+    google.rpc.RetryInfo.
 
     A field that this version does not know or does not support ends the call with UNIMPLEMENTED and
     the field's name; nothing is silently ignored.

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,8 @@ from jaxserve.engine import Stream
 from jaxserve.gen import generation_pb2
 from jaxserve.plan import StepLimits
 from jaxserve.request import ChatMessage, ChatPrompt, GenerationRequest, SamplingParams
+from jaxserve.server.edge import Edge
+from jaxserve.server.generation import GenerationServicer
 from tests.fakes import CHAT_TEMPLATE, EOS_ID, expected_output
 from tests.server.harness import (
     EOF,
@@ -289,3 +292,28 @@ async def test_an_error_that_is_not_ours_ends_the_call_without_its_text(
         (record,) = [r for r in caplog.records if r.levelname == "ERROR"]
         assert "r7" in record.getMessage()
         assert (await client.generate("x", max_tokens=1)).usage.completion_tokens == 1
+
+
+async def test_a_call_that_ends_before_its_first_event_is_read() -> None:
+    """Between submit and the first read nothing but the servicer holds the stream."""
+
+    class Gone:
+        def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+            return ()
+
+        def time_remaining(self) -> None:
+            return None
+
+        async def send_initial_metadata(self, metadata: object) -> None:
+            raise asyncio.CancelledError
+
+    steps = Steps()
+    async with run_server(steps) as running:
+        edge = Edge(running.engine.config.limits)
+        with ThreadPoolExecutor(1) as threads:
+            servicer = GenerationServicer(lambda: running.engine, edge, threads)
+            with pytest.raises(asyncio.CancelledError):
+                await servicer.Generate(ask("unary"), Gone())  # type: ignore[arg-type]
+            with pytest.raises(asyncio.CancelledError):
+                await servicer.StreamGenerate(ask("stream"), Gone())  # type: ignore[arg-type]
+        assert running.aborts == ["unary", "stream"]

@@ -22,6 +22,7 @@ from jaxserve.client import (
 from jaxserve.config import LimitsSection
 from jaxserve.gen import generation_pb2
 from jaxserve.request import ChatMessage, ChatPrompt, SamplingParams
+from tests.engines import Clock
 from tests.fakes import CHAT_TEMPLATE, EOS_ID, expected_output, say
 from tests.server.harness import EOF, Steps, connect, raw_stub, run_server, until
 
@@ -188,6 +189,36 @@ async def test_a_passed_deadline_ends_the_call_and_the_request() -> None:
         steps.open()
         await until(lambda: not running.engine._intake.live())
         assert (await client.generate("x", max_tokens=1)).usage.completion_tokens == 1
+
+
+async def test_what_expires_in_the_queue_is_never_computed() -> None:
+    steps = Steps()
+    async with run_server(steps, clock=time.monotonic) as running, connect(running) as client:
+        long = asyncio.create_task(client.generate("long", max_tokens=5))
+        await until(lambda: running.runner.num_steps == 2)  # the engine thread waits for a result
+        queued = [client.generate("x" * 20, timeout_s=0.05) for _ in range(20)]
+        results = await asyncio.gather(*queued, return_exceptions=True)
+        assert [type(result) for result in results] == [CallDeadlineError] * 20
+        await until(lambda: running.num_open_calls == 1)
+        steps.open()
+        assert (await long).usage.completion_tokens == 5
+        assert sum(len(plan.row_loads) for plan in running.runner.plans) == 1
+
+
+async def test_a_queue_timeout_ends_the_call_with_the_reason() -> None:
+    steps, clock = Steps(), Clock()
+    async with run_server(steps, clock=clock) as running, connect(running) as client:
+        long = asyncio.create_task(client.generate("long", max_tokens=9))
+        await until(lambda: running.runner.num_steps == 2)
+        queued = asyncio.create_task(client.generate("x", queue_timeout_s=2.0))
+        await until(lambda: running.num_submitted == 2)
+        clock.now_s += 2.5
+        steps.open()
+        with pytest.raises(CallDeadlineError, match="queue_timeout") as caught:
+            await queued
+        assert (caught.value.reason, caught.value.field) == ("DEADLINE", "queue_timeout")
+        assert (await long).usage.completion_tokens == 9
+        assert running.aborts == []
 
 
 async def test_a_full_queue_says_when_to_try_again() -> None:
