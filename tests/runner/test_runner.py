@@ -202,7 +202,7 @@ def test_padding_writes_to_no_page(runner: Runner, params: Params) -> None:
     driver = Driver(runner, first_page=last_page - 1)
     driver.step((owner, PAGE_SIZE))
     assert owner.pages == [last_page]
-    before = [np.asarray(kv_C2KRH) for kv_C2KRH in jax.device_get(runner._kv)]
+    before = [np.array(kv_C2KRH) for kv_C2KRH in runner._kv]  # copies: a view would follow
     other = Driver(runner)
     rows = [other.row(1 + n, prompt_of(5 + n, salt=n)) for n in range(3)]
     other.generate(*rows, num_tokens=4)  # padding rows, padding tokens, padding tiles
