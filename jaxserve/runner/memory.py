@@ -35,7 +35,8 @@ def choose_dtypes(
     """Returns the dtype of weights and activations, and that of the pool.
 
     auto: bfloat16 on an accelerator and on CPUs that multiply it in hardware; the pool follows,
-    but is float32 on CPU, where reading bfloat16 pages costs more than their size saves.
+    but is float32 on CPU: memory is not what is short there, a step is at most a tenth or so
+    slower, and some jaxlibs convert the whole pool in order to write bfloat16 into it.
     """
     is_fast = platform != "cpu" or bool(cpu_flags & _FAST_BFLOAT16_FLAGS)
     auto: DtypeName = "bfloat16" if is_fast else "float32"
