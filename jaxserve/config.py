@@ -159,7 +159,7 @@ class LimitsSection(Section):
     max_message_bytes: int = pydantic.Field(
         16 * MIB, ge=1, description="Largest gRPC message received or sent."
     )
-    max_connections_streams: int = pydantic.Field(
+    max_open_calls: int = pydantic.Field(
         1024, ge=1, description="RPCs open at once over all connections."
     )
 

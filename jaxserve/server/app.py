@@ -123,7 +123,7 @@ class Server:
 
     def _build(self) -> grpc.aio.Server:
         limits = self._config.limits
-        num_calls = limits.max_connections_streams + NUM_SPARE_CALLS
+        num_calls = limits.max_open_calls + NUM_SPARE_CALLS
         options = [
             ("grpc.so_reuseport", 0),  # or a second server on the port would take half the calls
             ("grpc.max_receive_message_length", limits.max_message_bytes),

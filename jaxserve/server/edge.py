@@ -76,10 +76,10 @@ class Edge:
             )
 
     def _check_open(self) -> None:
-        limit = self._limits.max_connections_streams
+        limit = self._limits.max_open_calls
         if self._num_open > limit:
             raise QueueFullError(
-                f"{limit} calls are open, which is the limit (limits.max_connections_streams); "
+                f"{limit} calls are open, which is the limit (limits.max_open_calls); "
                 "try again later",
                 retry_after_s=BUSY_RETRY_S,
             )

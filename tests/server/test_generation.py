@@ -241,11 +241,11 @@ async def test_a_full_queue_says_when_to_try_again() -> None:
 
 async def test_too_many_open_calls_are_refused_and_health_still_answers() -> None:
     steps = Steps()
-    bounds = LimitsSection(max_connections_streams=2)
+    bounds = LimitsSection(max_open_calls=2)
     async with run_server(steps, bounds=bounds) as running, connect(running) as client:
         calls = [asyncio.create_task(client.generate("x", max_tokens=1)) for _ in range(2)]
         await until(lambda: running.num_open_calls == 2)
-        with pytest.raises(OverloadedError, match="max_connections_streams") as caught:
+        with pytest.raises(OverloadedError, match="max_open_calls") as caught:
             await client.models()
         assert caught.value.retry_after_s == 1.0
         assert (await client.health()).is_ready
