@@ -4,6 +4,8 @@
 #
 # Everything is said on stderr. Works with uv or without it, and with bash 3.2 (macOS).
 
+export HOME=${HOME:-~} # a bare environment may lack it; pyenv and pip look there
+
 say() { echo "${0##*/}: $*" >&2; }
 
 # Where packages come from is this machine's business; what is installed, and where, is ours.
@@ -52,7 +54,7 @@ python_candidates() {
   for name in python3.13 python3.12 python3; do
     command -v "$name" 2>/dev/null || true
   done
-  root=$(pyenv root 2>/dev/null || echo "${PYENV_ROOT:-${HOME:-}/.pyenv}")
+  root=$(pyenv root 2>/dev/null || echo "${PYENV_ROOT:-$HOME/.pyenv}")
   for name in 13 12 14; do
     # shellcheck disable=SC2012  # the names are version numbers
     ls -d "$root"/versions/3."$name".*/bin/python 2>/dev/null | sort -rV || true
