@@ -213,6 +213,16 @@ def test_a_window_hides_the_older_keys(impl: Impl, window: int) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_a_window_over_a_block_edge_is_whole_where_all_rows_are_long(impl: Impl) -> None:
+    # No row needs the first blocks, so they may be skipped, but not the one the window begins in.
+    layout = Layout(num_single_rows=3, num_tiles=5, tile=16, num_pages=30, width=13)
+    window = BLOCK_TOKENS + 6
+    step = build_step([Case(1, 200), Case(16, 3 * BLOCK_TOKENS + 3)], layout, page=16)
+    out_TNH = attend(step, layout, impl=impl, window=window)
+    assert largest_error(step, out_TNH, window=window) < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_a_soft_cap_bounds_the_scores(impl: Impl) -> None:
     step = build_step([Case(1, 9), Case(5, 17), Case(8, 8)], PAIRS, page=4)
     out_TNH = attend(step, PAIRS, impl=impl, soft_cap=0.5)

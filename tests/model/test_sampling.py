@@ -183,6 +183,19 @@ def test_candidates_and_the_search_keep_the_same_ids(stddev: float) -> None:
         assert abs(len(wanted) - len(kept)) <= (row.top_p > 0.99), row
 
 
+@pytest.mark.parametrize("row", [Row(top_k=50), Row(top_k=65), Row(top_k=50, top_p=0.2)])
+def test_ids_that_tie_with_the_last_candidate_are_kept_too(row: Row) -> None:
+    # 40 different scores, then 200 equal ones, of which only 25 can be candidates.
+    logits_V = np.full(WIDE, -50.0, np.float32)
+    places = np.random.default_rng(3).permutation(WIDE)
+    logits_V[places[:40]] = -np.arange(40) / 100
+    logits_V[places[40:240]] = -0.5
+    rows = [dataclasses.replace(row, seed=s) for s in range(B)]
+    sampled = run(np.tile(logits_V, (B, 1)), rows)
+    assert sampled.used_fallback
+    assert list(sampled.token_B) == [reference_token(logits_V, row) for row in rows]
+
+
 def test_a_mate_that_needs_the_fallback_changes_no_token() -> None:
     logits_BV = random_logits(B, WIDE, stddev=6.0)
     rows = [
