@@ -17,7 +17,13 @@ from jaxserve.metrics import Metrics
 from jaxserve.model.params import Params
 from jaxserve.runner.buckets import Reach
 from jaxserve.runner.compile_cache import persistent_cache, versioned_folder
-from jaxserve.runner.programs import ProgramKey, Programs, lower, program_keys
+from jaxserve.runner.programs import (
+    ProgramKey,
+    Programs,
+    compiler_options,
+    lower,
+    program_keys,
+)
 from jaxserve.runner.runner import Runner
 from jaxserve.runner.sizing import RunnerSizes, size_runner
 from tests.runner.driver import CONFIG, MODEL, Driver, oracle_tokens, prompt_of
@@ -283,6 +289,17 @@ def test_a_compile_after_warm_up_is_counted_where_it_is_not(params: Params) -> N
     driver = Driver(runner)
     driver.generate(row := driver.row(0, prompt_of(5)), num_tokens=1)
     assert row.output[0] is not None
+
+
+def test_the_options_for_a_gpu_are_known_to_this_jaxlib() -> None:
+    options = compiler_options("gpu")
+    assert "WHILE" in str(options["xla_gpu_enable_command_buffer"])
+    compiled = jax.jit(lambda x: x * 7 + 1).lower(jnp.zeros(3)).compile(options)
+    assert compiled(jnp.zeros(3)).tolist() == [1, 1, 1]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid enum"):
+        jax.jit(lambda x: x).lower(jnp.zeros(3)).compile(
+            {"xla_gpu_enable_command_buffer": "FUSION,NO_SUCH_KIND"}
+        )
 
 
 def test_another_runner_that_starts_is_no_recompile(params: Params) -> None:
