@@ -81,9 +81,9 @@ class Guest:
 class Play:
     """One engine and its guests. The runner is shared: rows and pages hold what others left."""
 
-    def __init__(self, runner: Runner, *, overlap: bool = True) -> None:
-        section = CONFIG.runner.model_copy(update={"overlap": overlap})
-        self.engine = build_engine(runner, CONFIG.model_copy(update={"runner": section}))
+    def __init__(self, runner: Runner, *, overlap: bool = True, config: Config = CONFIG) -> None:
+        section = config.runner.model_copy(update={"overlap": overlap})
+        self.engine = build_engine(runner, config.model_copy(update={"runner": section}))
         self.runner = runner
         self.guests: list[Guest] = []
         self.num_steps = 0

@@ -12,6 +12,7 @@ from jax import numpy as jnp
 
 from jaxserve.engine import Delta, Event
 from jaxserve.errors import InvalidRequestError, NumericsError
+from jaxserve.model.params import Params
 from jaxserve.request import GenerationRequest
 from jaxserve.runner.runner import Runner
 from tests.differential.small import (
@@ -55,7 +56,11 @@ def test_ids_outside_the_vocabulary_are_refused_beside_a_healthy_stream(
     play.run()
     assert play.read(guest).token_ids == oracle_output(healthy)
     # The last id of the vocabulary is an id like any other.
-    last = [ask((5, V - 1)), ask((5,), logit_bias={V - 1: 100.0}), ask((5,), stop_token_ids=(V - 1,))]
+    last = [
+        ask((5, V - 1)),
+        ask((5,), logit_bias={V - 1: 100.0}),
+        ask((5,), stop_token_ids=(V - 1,)),
+    ]
     for request, output in zip(last, run_all(small_runner, last), strict=True):
         assert output.token_ids == oracle_output(request)
     assert set(oracle_output(last[1])) == {V - 1}
@@ -77,9 +82,9 @@ def test_padding_ids_are_never_drawn_though_all_real_logits_are_negative(
     assert len(set(drawn)) == V  # and all others are
 
 
-def poisoned(token: int, value: float) -> dict[str, object]:
+def poisoned(token: int, value: float) -> Params:
     """Returns the parameters with a value that is no number in one token's embedding."""
-    params = jax.tree.map(np.array, tiny_params())
+    params: Params = jax.tree.map(np.array, tiny_params())
     params["embedding_VD"][token, 5] = value
     return params
 
@@ -108,6 +113,11 @@ MATES = [
 SICK_ID = 128  # no prompt of `prompt_of` has it
 
 
+def all_tokens(asked: GenerationRequest) -> set[int]:
+    assert isinstance(asked.prompt, tuple)
+    return {*asked.prompt, *oracle_output(asked)}
+
+
 def fresh_output(num_tokens: int) -> tuple[tuple[int, ...], list[int]]:
     """Returns a prompt and its output whose first tokens are all new."""
     for salt in range(100):
@@ -128,7 +138,7 @@ def test_numbers_that_are_none_end_their_request_alone(
     healthy = small_runner._params, small_runner._head
     prompt, free = fresh_output(index)
     sick_id = SICK_ID if index == 0 else free[index - 1]
-    mates = [mate for mate in MATES if sick_id not in (*mate.prompt, *oracle_output(mate))]
+    mates = [mate for mate in MATES if sick_id not in all_tokens(mate)]
     assert len(mates) >= 2
     prompts = [prompt] if index else [(5, SICK_ID, 9), (SICK_ID, *prompt_of(13))]
     set_params(small_runner, poisoned(sick_id, value))

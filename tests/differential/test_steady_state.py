@@ -18,6 +18,7 @@ from jaxserve.runner.runner import Runner
 from tests.differential import small
 from tests.differential.small import MAX_MODEL_TOKENS, Guest, Play, bucket_steps, oracle_output
 from tests.differential.stage import MODEL, tiny_params
+from tests.engines import check_idle
 
 NUM_REQUESTS = 2000
 NUM_ROUNDS = 20
@@ -28,7 +29,7 @@ def compile_events() -> Iterator[Counter[str]]:
     """What JAX itself tells of traces, lowerings and compiles; the product's own ear is apart."""
     events: Counter[str] = Counter()
 
-    def hear(event: str, _: float, **__: str | int) -> None:
+    def hear(event: str, duration_secs: float, **_: str | int) -> None:
         if event.startswith("/jax/core/compile"):
             events[event] += 1
 
@@ -99,7 +100,7 @@ class Fuzz:
                 self.ask_too_much(play)
             self.step(play)
         self.num_steps += play.num_steps
-        small.check_idle(play.engine)
+        check_idle(play.engine)
         for request, guest in asked:
             self.read(request, guest)
 

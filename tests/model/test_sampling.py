@@ -237,6 +237,17 @@ def test_tiny_temperatures_are_finite_and_take_the_best(variant: Variant) -> Non
         assert logits_BV[5, got_B[5]] > -np.inf
 
 
+def test_a_gap_of_a_hundredth_decides_up_to_a_temperature_of_a_ten_thousandth() -> None:
+    best_B = np.arange(B) % V11
+    logits_BV = np.full((B, V11), 7.0, np.float32)
+    logits_BV[np.arange(B), best_B] += 0.011
+    for temperature in (0.0, 1e-8, 1e-6, 1e-5, 1.1e-5, 1e-4):
+        rows = [Row(seed=s, temperature=temperature) for s in range(B)]
+        assert tokens(logits_BV, rows) == list(best_B)
+    hot = tokens(logits_BV, [Row(seed=s, temperature=1e-2) for s in range(B)])
+    assert hot != list(best_B)
+
+
 def test_a_masked_id_is_never_drawn() -> None:
     logits_BV = np.full((B, V11), -np.inf, np.float32)
     logits_BV[:, [3, 7]] = [-5.0, -6.0]

@@ -14,7 +14,7 @@ POINTS: tuple[Point, ...] = ("scheduled", "launched", "read", "committed")
 def test_an_abort_at_any_point_leaves_no_page_and_no_harm(
     at_point: int, resubmit: bool, depth: int
 ) -> None:
-    loop = Loop(depth=depth)
+    loop = Loop(depth=depth, max_len=48)
     prompt = tuple(range(7, 37))  # 30 tokens: six chunks of 5
     request = loop.add(prompt, 5)
     mate = loop.add(3, 9)
@@ -29,7 +29,7 @@ def test_an_abort_at_any_point_leaves_no_page_and_no_harm(
         assert loop.outcomes[request] is FinishReason.CANCELLED
     assert loop.outcomes[mate] is FinishReason.MAX_TOKENS
     assert again is None or len(loop.outputs[again]) == 5
-    canary = loop.add(44 - 8, 4)  # ten of the twelve pages
+    canary = loop.add(44, 4)  # all twelve pages
     loop.drain(max_steps=20)
     assert len(loop.outputs[canary]) == 4
 
@@ -67,11 +67,11 @@ def test_a_waiting_request_that_only_pending_pages_can_serve_has_the_engine_reti
 
 
 def test_five_hundred_requests_leave_the_pool_as_it_was() -> None:
-    loop = Loop()
+    loop = Loop(max_len=48)
     for index in range(500):
         loop.add((index % 250, 1 + index // 250, 7), 1 + index % 3)
         loop.drain(max_steps=10)  # asserts that every page is free
-    last = loop.add(36, 4)
+    last = loop.add(44, 4)  # all twelve pages
     loop.drain(max_steps=20)
     assert len(loop.outputs[last]) == 4
     assert len(loop.outcomes) == 501

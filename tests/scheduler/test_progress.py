@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxserve.errors import InvalidRequestError
 from jaxserve.request import FinishReason
 from tests.scheduler.loop import Loop
 
@@ -30,6 +31,8 @@ def test_a_request_alone_may_fill_the_pool_to_the_last_page() -> None:
     loop.drain(max_steps=45)
     assert loop.outcomes[request] is FinishReason.MAX_TOKENS
     assert loop.metrics.value("preemptions_total") == 0
+    with pytest.raises(InvalidRequestError, match=r"8\) \+ max_tokens \(44\) is 52 .* holds 48"):
+        loop.add(8, 44)
 
 
 def test_a_long_prompt_starts_within_a_bound_in_a_stream_of_short_ones() -> None:
