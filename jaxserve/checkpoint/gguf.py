@@ -17,6 +17,7 @@ from jaxserve.checkpoint.header import (
     WeightDtype,
 )
 from jaxserve.checkpoint.layout import (
+    check_num_layers,
     check_tensors,
     check_vocab,
     load_all,
@@ -67,7 +68,7 @@ class GgufSource:
         """
         config = self._config
         tokenizer = read_tokenizer(self._file)
-        check_vocab(config, tokenizer, str(self.path))
+        eos_ids = check_vocab(config, tokenizer, str(self.path))
         counts: collections.Counter[str] = collections.Counter()
         for entry in self._file.tensors.values():
             counts[type_name(entry.type_id)] += num_stored_bytes(entry)
@@ -76,7 +77,7 @@ class GgufSource:
             architecture=config.architecture,
             config=config,
             tokenizer=tokenizer,
-            eos_ids=tokenizer.eos_ids,
+            eos_ids=eos_ids,
             defaults=SamplingDefaults(),
             quantization=counts.most_common(1)[0][0],
             weight_files=(self.path,),
@@ -107,6 +108,7 @@ class GgufSource:
     @functools.cached_property
     def _config(self) -> ModelConfig:
         config = read_model_config(self._file)
+        check_num_layers(config, len(self._file.tensors), str(self.path))
         check_stored_types(self._file)
         check_tensors(
             {name: entry.shape for name, entry in self._file.tensors.items()},

@@ -152,10 +152,9 @@ def read_tokenizer(file: GgufFile) -> Tokenizer:
         )
     pre_name = metadata.get("tokenizer.ggml.pre")
     pre = find_pre_kind(None if pre_name is None else str(pre_name))
-    types = metadata.get("tokenizer.ggml.token_type")
     backend = build_byte_bpe(
         tokens=_strings(file, "tokenizer.ggml.tokens"),
-        token_types=types.tolist() if isinstance(types, np.ndarray) else [],
+        token_types=_token_types(file),
         merges=_strings(file, "tokenizer.ggml.merges"),
         pre=pre,
     )
@@ -174,11 +173,15 @@ def read_tokenizer(file: GgufFile) -> Tokenizer:
         "pad_token": ids["padding"],
     }
     add_bos = metadata.get("tokenizer.ggml.add_bos_token", pre.adds_bos)
+    if not isinstance(add_bos, bool):
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.add_bos_token is {add_bos!r}, but must be true or false"
+        )
     return Tokenizer(
         backend,
         bos_id=ids["bos"],
         eos_ids=eos_ids | find_end_of_turn_ids(backend, chat_template),
-        add_bos=bool(add_bos),
+        add_bos=add_bos,
         chat_template=chat_template,
         named_tokens={
             name: token
@@ -190,11 +193,18 @@ def read_tokenizer(file: GgufFile) -> Tokenizer:
 
 def _strings(file: GgufFile, key: str) -> list[str]:
     value = file.metadata.get(key)
-    if isinstance(value, list):
-        return value
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return [str(item) for item in value]
     raise CheckpointError(
         f"{file.path}: the list {key} is missing; the file has no whole tokenizer"
     )
+
+
+def _token_types(file: GgufFile) -> list[int]:
+    value = file.metadata.get("tokenizer.ggml.token_type", [])
+    if isinstance(value, list) and all(isinstance(item, int) for item in value):
+        return [int(item) for item in value]
+    raise CheckpointError(f"{file.path}: tokenizer.ggml.token_type must be a list of whole numbers")
 
 
 def _token_id(file: GgufFile, key: str, num_tokens: int) -> int | None:

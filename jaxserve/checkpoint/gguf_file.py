@@ -25,7 +25,7 @@ STRING, ARRAY = 8, 9
 SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
-Value = bool | int | float | str | list[str] | np.ndarray
+Value = bool | int | float | str | list[str] | list[bool] | list[int] | list[float]
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -152,7 +152,8 @@ class _Cursor:
         if kind == STRING:
             return [self.string() for _ in range(length)]
         dtype = np.dtype(self._code(kind)).newbyteorder("<")
-        return np.frombuffer(self.take(length * dtype.itemsize), dtype)
+        # a list, not an array: comparing it with a wanted value must say yes or no
+        return np.frombuffer(self.take(length * dtype.itemsize), dtype).tolist()
 
     def _code(self, kind: int) -> str:
         if kind not in SCALARS:

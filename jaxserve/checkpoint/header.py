@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +13,14 @@ from jaxserve.errors import CheckpointError
 from jaxserve.model.config import ModelConfig
 from jaxserve.text.tokenizer import Tokenizer
 
+# What a request may ask for (engine/limits.py): a default outside would fail every request.
+DEFAULTS_RANGES = {
+    "temperature": (0.0, 1e6),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 1e6),
+    "top_k": (0, 1 << 31),
+}
 # Called with bytes of weights done and bytes in all.
 Progress = Callable[[int, int], None]
 # Nested dicts by the parts of a parameter's path; a leaf is a numpy array.
@@ -44,7 +51,7 @@ class ModelHeader:
 
     Attributes:
       name: what it is served as, if nothing else is said.
-      eos_ids: the union of all sources; the tokenizer has the same.
+      eos_ids: the union of all sources, as far as they are ids of the model.
       quantization: how the file stores most of its weight bytes, such as "Q4_1" or "BF16".
       weight_files: what `digest` is taken over.
     """
@@ -97,25 +104,20 @@ def read_sampling_defaults(settings: Mapping[str, object], where: str) -> Sampli
     Raises:
       CheckpointError: a value is not a number, or is out of range.
     """
-    limits = {
-        "temperature": (0.0, math.inf),
-        "top_p": (0.0, 1.0),
-        "min_p": (0.0, 1.0),
-        "repetition_penalty": (0.0, math.inf),
-        "top_k": (0, 1 << 31),
-    }
     found: dict[str, Any] = {}
-    for name, (low, high) in limits.items():
+    for name, (low, high) in DEFAULTS_RANGES.items():
         value = settings.get(name)
         if value is None:
             continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        kinds = int if name == "top_k" else int | float
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
         if not is_number or not low <= float(str(value)) <= high:
+            wanted = "a whole number" if name == "top_k" else "a number"
             raise CheckpointError(
-                f"{where}: {name} is {value!r}, but must be a number from {low} to {high}; "
+                f"{where}: {name} is {value!r}, but must be {wanted} from {low:g} to {high:g}; "
                 "correct or remove it"
             )
-        found[name] = int(float(str(value))) if name == "top_k" else float(str(value))
+        found[name] = value if name == "top_k" else float(str(value))
     if settings.get("do_sample") is False:
         found["temperature"] = 0.0
     return SamplingDefaults(**found)

@@ -42,9 +42,10 @@ def read_model_config(settings: Mapping[str, object], where: str) -> ModelConfig
         for name, neutral in NEUTRAL_VALUES.items()
         if settings.get(name) not in neutral
     ]
-    layer_types = settings.get("layer_types")
-    if isinstance(layer_types, list) and set(layer_types) - {"full_attention"}:
-        refused.append(f"layer_types={sorted(set(map(str, layer_types)))}")
+    layer_types = settings.get("layer_types") or []
+    kinds = set(map(str, layer_types if isinstance(layer_types, list) else [layer_types]))
+    if kinds - {"full_attention"}:
+        refused.append(f"layer_types={sorted(kinds)}")
     if refused:
         raise CheckpointError(
             f"{where} needs what is not supported: {', '.join(refused)}; "
@@ -75,7 +76,7 @@ def _read_architecture(settings: Mapping[str, object], where: str) -> str:
     named = settings.get("architectures")
     if isinstance(named, list):
         for name in named:
-            if name in SUPPORTED_ARCHITECTURES:
+            if isinstance(name, str) and name in SUPPORTED_ARCHITECTURES:
                 return SUPPORTED_ARCHITECTURES[name]
     elif settings.get("model_type") in SUPPORTED_ARCHITECTURES.values():
         return str(settings["model_type"])
@@ -107,8 +108,10 @@ def _read_rope_theta(settings: Mapping[str, object], where: str) -> float:
             )
         thetas[f"{name}.rope_theta"] = group.get("rope_theta")
     given = {name: theta for name, theta in thetas.items() if theta is not None}
-    if any(not isinstance(theta, int | float) or theta <= 0 for theta in given.values()):
-        raise CheckpointError(f"{where}: {given} must be positive numbers")
+    if any(
+        isinstance(theta, bool) or not isinstance(theta, int | float) for theta in given.values()
+    ):
+        raise CheckpointError(f"{where}: {given} must be numbers")
     values = {float(str(theta)) for theta in given.values()}
     if len(values) > 1:
         raise CheckpointError(f"{where} contradicts itself: {given}; keep one of them")

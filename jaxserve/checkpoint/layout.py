@@ -6,6 +6,7 @@ A stored weight is [out, in]; ours is [in, out] with the heads split: a table fo
 import concurrent.futures
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from jaxserve.checkpoint.header import NumpyParams, Progress, WeightDtype
 from jaxserve.errors import CheckpointError
-from jaxserve.model.config import ModelConfig
+from jaxserve.model.config import MAX_EOS_IDS, ModelConfig
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -204,14 +205,45 @@ def check_tensors(
         )
 
 
-def check_vocab(config: ModelConfig, tokenizer: Tokenizer, where: str) -> None:
-    """Warn where the tokenizer knows ids that the model has no embedding for."""
+def check_vocab(config: ModelConfig, tokenizer: Tokenizer, where: str) -> frozenset[int]:
+    """Returns the EOS ids that the model can write; warns of ids it has no embedding for.
+
+    Raises:
+      CheckpointError: more EOS ids than a request has room for.
+    """
     if tokenizer.vocab_size > config.vocab_size:
         logger.warning(
             "the tokenizer of %s knows %d ids, but the model only %d; prompts with others fail",
             where,
             tokenizer.vocab_size,
             config.vocab_size,
+        )
+    eos_ids = frozenset(id for id in tokenizer.eos_ids if id < config.vocab_size)
+    if beyond := sorted(tokenizer.eos_ids - eos_ids):
+        logger.warning(
+            "eos_token_id of %s names %s, but the model's ids end at %d; it is ignored",
+            where,
+            beyond[:5],
+            config.vocab_size - 1,
+        )
+    if len(eos_ids) > MAX_EOS_IDS:
+        raise CheckpointError(
+            f"{where}: eos_token_id names {len(eos_ids)} ids, but at most {MAX_EOS_IDS} are "
+            "supported; correct it in config.json or generation_config.json"
+        )
+    return eos_ids
+
+
+def check_num_layers(config: ModelConfig, num_tensors: int, where: str) -> None:
+    """Refuse more layers than there are tensors, before their names are spelled out.
+
+    Raises:
+      CheckpointError: names both numbers.
+    """
+    if config.num_layers > num_tensors:
+        raise CheckpointError(
+            f"{where} says {config.num_layers} layers, but there are only {num_tensors} tensors; "
+            "get the files again"
         )
 
 
@@ -234,6 +266,9 @@ def check_config(config: ModelConfig, where: str) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise CheckpointError(f"{where}: {name} is {size}, but must be at least 1")
+    for name, number in (("norm_eps", config.norm_eps), ("rope_theta", config.rope.theta)):
+        if not 0 < number < math.inf:  # NaN is not either
+            raise CheckpointError(f"{where}: {name} is {number}, but must be positive and finite")
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
             f"{where}: {config.num_heads} query heads cannot share {config.num_kv_heads} "

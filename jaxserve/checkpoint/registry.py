@@ -1,6 +1,7 @@
 """The one place that turns a name or a path into a model."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 from jaxserve.checkpoint.gguf import GgufSource
@@ -25,15 +26,29 @@ def find_model(name_or_path: str) -> ModelSource:
     """
     if name_or_path == DEMO_NAME:
         return GgufSource(find_demo_file(), DEMO_NAME)
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return HfFolderSource(_check_folder(path))
-    if path.suffix == ".gguf" or path.is_file():
-        return GgufSource(_check_file(path))
+    try:
+        source = _find_path(name_or_path)
+    except OSError as error:  # a folder above may not be read, a name may be too long
+        raise CheckpointError(
+            f"cannot look for the model {name_or_path!r:.200}: {error.strerror}; check the path"
+        ) from error
+    if source is not None:
+        return source
     raise CheckpointError(
         f"there is no model {name_or_path!r} here, and nothing is downloaded; give a local folder "
         f"with config.json and *.safetensors, a .gguf file, or the built-in name {DEMO_NAME}"
     )
+
+
+def _find_path(name_or_path: str) -> ModelSource | None:
+    path = Path(os.path.expanduser(name_or_path))  # as it is, where there is no such home
+    if not name_or_path:
+        return None
+    if path.is_dir():
+        return HfFolderSource(_check_folder(path))
+    if path.suffix == ".gguf" or path.is_file():
+        return GgufSource(_check_file(path))
+    return None
 
 
 def find_demo_file() -> Path:

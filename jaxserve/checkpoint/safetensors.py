@@ -24,6 +24,7 @@ from jaxserve.checkpoint.header import (
 from jaxserve.checkpoint.hf_config import read_model_config
 from jaxserve.checkpoint.layout import (
     MODEL_NAMES,
+    check_num_layers,
     check_tensors,
     check_vocab,
     load_all,
@@ -36,6 +37,7 @@ from jaxserve.text.hf_folder import load_tokenizer, read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_NAME_LEN = 200  # systems refuse to look at a name of more than 255 bytes
 STORED_DTYPES = ("F32", "F16", "BF16")
 # Old checkpoints store the RoPE table, which follows from rope_theta.
 DERIVED_TENSORS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -83,18 +85,18 @@ class HfFolderSource:
         """
         generation = read_json_object(self.path / "generation_config.json")
         where = str(self.path / "generation_config.json")
-        eos_ids = read_eos_ids(generation.get("eos_token_id"), where)
-        eos_ids |= read_eos_ids(self._settings.get("eos_token_id"), str(self.path / "config.json"))
-        tokenizer = load_tokenizer(self.path, eos_ids=eos_ids)
+        named = read_eos_ids(generation.get("eos_token_id"), where)
+        named |= read_eos_ids(self._settings.get("eos_token_id"), str(self.path / "config.json"))
+        tokenizer = load_tokenizer(self.path, eos_ids=named)
         config = self._config
-        check_vocab(config, tokenizer, str(self.path))
+        eos_ids = check_vocab(config, tokenizer, str(self.path))
         counts = collections.Counter(tensor.dtype for tensor in self._tensors.values())
         return ModelHeader(
             name=self.path.resolve().name,
             architecture=config.architecture,
             config=config,
             tokenizer=tokenizer,
-            eos_ids=tokenizer.eos_ids,
+            eos_ids=eos_ids,
             defaults=read_sampling_defaults(generation, where),
             quantization=counts.most_common(1)[0][0],
             weight_files=tuple(sorted({tensor.file for tensor in self._tensors.values()})),
@@ -137,6 +139,7 @@ class HfFolderSource:
     @functools.cached_property
     def _config(self) -> ModelConfig:
         config = read_model_config(self._settings, str(self.path / "config.json"))
+        check_num_layers(config, len(self._tensors), str(self.path / "config.json"))
         config = dataclasses.replace(config, tied_head=self._decide_tied(config))
         found = {name: tensor.shape for name, tensor in self._tensors.items()}
         if config.tied_head:
@@ -226,9 +229,10 @@ def _read_index(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map; get the file again")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file or len(file) > MAX_NAME_LEN:
             raise CheckpointError(
-                f"{folder / INDEX_FILE}: the file of {name} is {file!r}, but must be a plain name"
+                f"{folder / INDEX_FILE}: the file of {name} is {file!r:.80}, but must be a plain "
+                "name"
             )
     return weight_map
 

@@ -5,6 +5,8 @@ from typing import Literal
 
 # Logits and embedding rows are padded to this many: whole vectors and whole top-k chunks.
 VOCAB_MULTIPLE = 64
+# EOS ids that a model may add to a request's stop ids.
+MAX_EOS_IDS = 16
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)

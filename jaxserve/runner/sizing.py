@@ -6,12 +6,12 @@ from collections.abc import Callable
 import jax
 
 from jaxserve.config import Config
-from jaxserve.model.config import ModelConfig
+from jaxserve.model.config import MAX_EOS_IDS, ModelConfig
 from jaxserve.model.params import num_param_bytes
 from jaxserve.runner.buckets import BucketScheme, build_scheme
 from jaxserve.runner.memory import choose_max_model_tokens, choose_num_pages, free_device_bytes
 from jaxserve.runner.programs import ProgramKey, Programs, program_keys
-from jaxserve.runner.spec import MAX_EOS_IDS, DtypeName, RunnerSpec, bytes_of_page
+from jaxserve.runner.spec import DtypeName, RunnerSpec, bytes_of_page
 from jaxserve.runner.steps import init_arrays
 
 # Compiles programs, to be measured.

@@ -9,9 +9,6 @@ DtypeName = Literal["float32", "bfloat16"]
 
 _DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
 
-# EOS ids that a model may add to a request's stop ids.
-MAX_EOS_IDS = 16
-
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class RunnerSpec:

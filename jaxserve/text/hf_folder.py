@@ -62,10 +62,13 @@ def read_json_object(path: Path) -> dict[str, object]:
       CheckpointError: the file is not a JSON object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # half a surrogate pair is JSON, but no text
+            json.dumps(value, ensure_ascii=False).encode()
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; get the file again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, but must be a JSON object")
@@ -100,11 +103,21 @@ def _read_template(folder: Path, settings: Mapping[str, object]) -> str | None:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    match settings.get("chat_template"):
+        case None | str() as template:
+            return template
+        case list() as named if all(_is_named_template(item) for item in named):
+            return next((item["template"] for item in named if item["name"] == "default"), None)
+    raise CheckpointError(
+        f"{folder / 'tokenizer_config.json'}: chat_template must be a text, or a list of objects "
+        "with name and template; correct it or remove it"
+    )
+
+
+def _is_named_template(item: object) -> bool:
+    if not isinstance(item, dict):
+        return False
+    return isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
 
 
 def _add_missing_tokens(
@@ -112,8 +125,13 @@ def _add_missing_tokens(
 ) -> None:
     """Add tokens that only tokenizer_config.json knows, and see that they get the ids it says."""
     listed = settings.get("added_tokens_decoder")
-    if not isinstance(listed, dict):
+    if listed is None:
         return
+    if not isinstance(listed, dict) or not all(map(_is_added_token, listed, listed.values())):
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: added_tokens_decoder must give each id an object "
+            "with content; get the file again"
+        )
     for text_id, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         content = entry["content"]
         if backend.token_to_id(content) is None:
@@ -127,3 +145,8 @@ def _add_missing_tokens(
                 f"{folder}: tokenizer_config.json gives {content!r} the id {text_id}, but "
                 f"tokenizer.json gives {backend.token_to_id(content)}; get matching files"
             )
+
+
+def _is_added_token(text_id: str, entry: object) -> bool:
+    is_id = text_id.isascii() and text_id.isdecimal()
+    return is_id and isinstance(entry, dict) and isinstance(entry.get("content"), str)

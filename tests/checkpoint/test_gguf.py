@@ -206,6 +206,17 @@ REFUSED: dict[str, tuple[GgufRecipe, str]] = {
     "pre-tokenizer": (GgufRecipe(tokenizer={"pre": "tekken"}), "'tekken', which is not supported"),
     "no tokens": (GgufRecipe(tokenizer={"tokens": None}), "tokenizer.ggml.tokens is missing"),
     "eos out of range": (GgufRecipe(tokenizer={"eos_token_id": 9999}), "eos_token_id is 9999"),
+    "too many layers": (GgufRecipe(keys={"block_count": (1 << 32) - 1}), "says 4294967295 layers"),
+    "not a number": (
+        GgufRecipe(keys={"attention.layer_norm_rms_epsilon": float("nan")}),
+        "norm_eps is nan, but must be positive and finite",
+    ),
+    "a list of experts": (GgufRecipe(keys={"expert_count": [0, 0]}), r"expert_count=\[0, 0\]"),
+    "a list of sizes": (GgufRecipe(keys={"vocab_size": [1, 2]}), r"vocab_size is \[1, 2\]"),
+    "tokens that are no text": (GgufRecipe(tokenizer={"tokens": [1, 2]}), "ggml.tokens is missing"),
+    "merges that are no text": (GgufRecipe(tokenizer={"merges": [1]}), "ggml.merges is missing"),
+    "odd token types": (GgufRecipe(tokenizer={"token_type": [1.5]}), "a list of whole numbers"),
+    "odd bos flag": (GgufRecipe(tokenizer={"add_bos_token": "no"}), "must be true or false"),
 }
 
 
@@ -215,6 +226,25 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> 
     source = GgufSource(write_gguf(tmp_path / "m.gguf", T1, make_weights(T1), recipe))
     with pytest.raises(CheckpointError, match=message):
         source.load_header()
+
+
+def test_flipped_bytes_are_refused_or_harmless(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "m.gguf", T1, make_weights(T1)).read_bytes()
+    header_len = whole.index(b"output.weight") + 100
+    rng = np.random.default_rng(0)
+    refusals = 0
+    for _ in range(200):
+        damaged = bytearray(whole)
+        for position in rng.integers(header_len, size=rng.integers(1, 4)):
+            damaged[position] = rng.integers(256)
+        (tmp_path / "damaged.gguf").write_bytes(damaged)
+        source = GgufSource(tmp_path / "damaged.gguf")
+        try:
+            source.load_header()
+            source.load_params(np.float32)
+        except CheckpointError:
+            refusals += 1
+    assert 50 < refusals < 200
 
 
 def test_one_error_names_every_tensor_at_fault(tmp_path: Path) -> None:

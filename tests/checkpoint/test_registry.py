@@ -42,7 +42,9 @@ def test_what_is_not_there_is_told_with_the_fix(tmp_path: Path) -> None:
         (str(tmp_path / "odd"), r"give the file itself: .*m\.gguf"),
         (str(tmp_path / "part.safetensors"), "give its folder"),
         (str(tmp_path / "folder.gguf"), "has no config.json"),
-        ("", "has no config.json|no model ''"),
+        ("", "no model ''"),
+        ("~no-such-user/model", "no model '~no-such-user/model'"),
+        ("x" * 5000, "cannot look for the model 'xxx.*File name too long; check the path"),
     ):
         with pytest.raises(CheckpointError, match=message):
             find_model(name)

@@ -249,6 +249,15 @@ def test_rope_theta_is_read_in_both_forms(
         ({"num_hidden_layers": 0}, "num_layers is 0"),
         ({"attention_bias": "yes"}, "attention_bias is 'yes', but must be true or false"),
         ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
+        ({"eos_token_id": list(range(17))}, "names 17 ids, but at most 16"),
+        ({"num_hidden_layers": 10**9}, "says 1000000000 layers, but there are only 21 tensors"),
+        ({"rms_norm_eps": float("nan")}, "norm_eps is nan, but must be positive and finite"),
+        ({"rms_norm_eps": 0}, r"norm_eps is 0\.0, but must be positive"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf, but must be positive and finite"),
+        ({"rope_theta": True}, "must be numbers"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "which is not supported"),
+        ({"layer_types": [{"kind": 1}]}, "layer_types="),
+        ({"layer_types": "sliding_attention"}, "layer_types="),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
@@ -285,9 +294,73 @@ def test_sampling_defaults_are_read(tmp_path: Path, weights: Weights) -> None:
     assert defaults.as_params() == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
     path.write_text('{"do_sample": false, "temperature": 0.6}')
     assert HfFolderSource(folder).load_header().defaults.temperature == 0.0
-    path.write_text('{"temperature": "hot"}')
-    with pytest.raises(CheckpointError, match="temperature is 'hot'"):
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", float("inf")),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_k", 1.5),
+        ("min_p", True),
+        ("repetition_penalty", 0.0),
+    ],
+)
+def test_a_default_that_no_request_may_have_is_refused_at_the_start(
+    tmp_path: Path, weights: Weights, name: str, value: object
+) -> None:
+    folder = write_hf(tmp_path / "m", T1, weights)
+    (folder / "generation_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(CheckpointError, match=f"{name} is {value!r}, but must be a"):
         HfFolderSource(folder).load_header()
+
+
+def test_eos_ids_that_the_model_cannot_write_are_left_out(
+    tmp_path: Path, weights: Weights, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"eos_token_id": [1, T1.vocab_size, 1 << 40]}  # the last is beyond any array
+    folder = write_hf(tmp_path / "m", T1, weights, settings=settings)
+    assert HfFolderSource(folder).load_header().eos_ids == {1}
+    assert "names [271, 1099511627776], but the model's ids end at 270" in caplog.text
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", DEEP, "cannot read .*recursion"),
+        ("generation_config.json", '{"a": ' * 100_000, "cannot read .*recursion"),
+        ("tokenizer_config.json", r'{"bos_token": "\uD800"}', "cannot read .*surrogates"),
+        ("tokenizer_config.json", r'{"chat_template": ["x"]}', "chat_template must be a text"),
+        ("tokenizer_config.json", r'{"chat_template": [{}]}', "chat_template must be a text"),
+        ("tokenizer_config.json", r'{"chat_template": 5}', "chat_template must be a text"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "must give each id an object"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}', "each id"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"5": {}}}', "must give each id"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"5": "a"}}', "must give each id"),
+        ("model.safetensors.index.json", DEEP, "cannot read .*recursion"),
+        ("model.safetensors.index.json", f'{{"weight_map": {{"a": "{"x" * 5000}"}}}}', "plain"),
+    ],
+)
+def test_a_file_of_the_wrong_form_is_named(
+    tmp_path: Path, weights: Weights, file: str, content: str, message: str
+) -> None:
+    folder = write_hf(tmp_path / "m", T1, weights)
+    (folder / file).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        HfFolderSource(folder).load_header()
+
+
+def test_a_list_of_templates_gives_its_default(tmp_path: Path, weights: Weights) -> None:
+    folder = write_hf(tmp_path / "m", T1, weights)
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    for templates, wanted in ((named, "d"), (named[:1], None), ([], None)):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+        assert HfFolderSource(folder).load_header().tokenizer.chat_template == wanted
 
 
 def test_missing_and_damaged_files_are_named(tmp_path: Path, weights: Weights) -> None:
