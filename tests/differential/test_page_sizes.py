@@ -4,6 +4,7 @@ import functools
 import itertools
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -53,9 +54,12 @@ def batches() -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_lengths_beside_each_other_in_pages_of_other_sizes(page_size: int) -> None:
+def test_lengths_beside_each_other_in_pages_of_other_sizes(
+    page_size: int, small_cache: Path
+) -> None:
     config = config_of(page_size)
-    runner = Runner(tiny_params(), MODEL, config, metrics=Metrics())
+    # The output programs do not know of pages: the cache may have them.
+    runner = Runner(tiny_params(), MODEL, config, metrics=Metrics(), cache_dir=small_cache)
     for index, lens in enumerate(batches()):
         check(runner, config, lens, index % 3)
 
