@@ -53,6 +53,11 @@ def batches() -> list[tuple[int, ...]]:
     return [*((length,) for length in LENGTHS), *pairs, *more]
 
 
+def test_lengths_beside_each_other_in_the_small_engines_own_pages(small_runner: Runner) -> None:
+    for index, lens in enumerate(batches()):
+        check(small_runner, small.CONFIG, lens, index % 3)
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_lengths_beside_each_other_in_pages_of_other_sizes(
     page_size: int, small_cache: Path
@@ -62,8 +67,3 @@ def test_lengths_beside_each_other_in_pages_of_other_sizes(
     runner = Runner(tiny_params(), MODEL, config, metrics=Metrics(), cache_dir=small_cache)
     for index, lens in enumerate(batches()):
         check(runner, config, lens, index % 3)
-
-
-def test_lengths_beside_each_other_in_the_small_engines_own_pages(small_runner: Runner) -> None:
-    for index, lens in enumerate(batches()):
-        check(small_runner, small.CONFIG, lens, index % 3)
