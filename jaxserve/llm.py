@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from types import TracebackType
 from typing import Self
@@ -18,6 +18,7 @@ from jaxserve.engine import (
     Tokenizer,
     Usage,
 )
+from jaxserve.engine.fields import refusal
 from jaxserve.engine.limits import merge_sampling
 from jaxserve.engine.start import Progress, load_engine
 from jaxserve.errors import InvalidRequestError, QueueFullError
@@ -169,13 +170,15 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | ChatPrompt):
         return [prompts]
-    are_ids = [isinstance(part, Integral) for part in prompts]
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise refusal(prompts, "prompts", "text, token ids, a conversation, or a list of them")
+    parts = list(prompts)  # once: it may be a generator
+    are_ids = [isinstance(part, Integral) for part in parts]
     if any(are_ids) and not all(are_ids):
         raise InvalidRequestError(
             "prompts holds both token ids and prompts; give one prompt, or a list of prompts",
             field="prompts",
         )
-    parts = list(prompts)
     return [parts] if any(are_ids) else parts  # type: ignore[list-item, return-value]  # one kind
 
 
@@ -185,8 +188,11 @@ def _as_prompt(prompt: Prompt, *, chat: bool) -> str | tuple[int, ...] | ChatPro
             return ChatPrompt(messages=(ChatMessage(role="user", content=prompt),))
         case str() | ChatPrompt():
             return prompt
-        case _:
+        case bytes() | Mapping():
+            raise refusal(prompt, "prompt", "text, token ids or a conversation")
+        case Iterable():
             return tuple(prompt)
+    raise refusal(prompt, "prompt", "text, token ids or a conversation")
 
 
 def _gather(stream: Stream) -> Completion:

@@ -1,6 +1,7 @@
 """The Python API over an engine on the fake runner, and once over a real tiny model's parts."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,17 @@ def test_a_bad_prompt_cancels_the_others_and_the_engine_goes_on(llm: LLM) -> Non
     with pytest.raises(InvalidRequestError, match="a prompt token id is True"):
         llm.generate([True, 1], GREEDY)
     assert len(llm.generate([1, 2], GREEDY)[0].token_ids) == 6
+
+
+def test_prompts_may_come_from_a_generator(llm: LLM) -> None:
+    listed = llm.generate(["hi", "ho"], GREEDY)
+    assert llm.generate((text for text in ("hi", "ho")), GREEDY) == listed  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 1.5, b"hi", {"hi": 1}, [None], [1.5], [b"hi"], [{}]])
+def test_what_is_no_prompt_is_refused_by_name(llm: LLM, prompts: Any) -> None:  # noqa: ANN401
+    with pytest.raises(InvalidRequestError, match=r"^prompts? is .*, but must be text, token ids"):
+        llm.generate(prompts, GREEDY)
 
 
 def test_a_closed_one_refuses() -> None:

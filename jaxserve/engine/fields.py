@@ -7,7 +7,9 @@ from numbers import Integral, Real
 from jaxserve.errors import InvalidRequestError
 
 
-def check_count(values: Sized, field: str, limit: int) -> None:
+def check_count(values: object, field: str, limit: int) -> None:
+    if not isinstance(values, Sized):
+        raise refusal(values, field, "a list, empty for none")
     if len(values) > limit:
         raise InvalidRequestError(
             f"{_name(field)} has {len(values)} entries, but this server's limit is {limit}; "

@@ -223,6 +223,8 @@ def _bias(
     bias: Mapping[int, float], model: ServedModel, limits: LimitsSection
 ) -> Mapping[int, float]:
     field = "sampling.logit_bias"
+    if not isinstance(bias, Mapping):
+        raise refusal(bias, field, "a mapping of token ids to numbers, empty for none")
     check_count(bias, field, limits.max_logit_bias)
     return {
         check_token_id(
