@@ -65,7 +65,7 @@ def _usable_folder(root: Path) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         logger.warning("compilation cache unusable folder=%s error=%r; compiling", folder, error)
         return None
     logger.info("compilation cache folder=%s", folder)

@@ -1,8 +1,12 @@
 """What fits the machine: dtypes, pages of the pool, the longest sequence."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+
+import jax
 
 from jaxserve.config import GIB, Config
 from jaxserve.errors import CapacityError, ConfigError
@@ -65,6 +69,55 @@ def choose_num_pages(config: Config, *, page_bytes: int, free_bytes: Callable[[]
             "free memory of the device"
         )
     return num_pages
+
+
+def check_pool_bytes(pool_bytes: int, *, memory_bytes: int) -> None:
+    """Refuse a pool that the memory cannot hold, before anything is compiled for it.
+
+    Raises:
+      CapacityError: names both sizes.
+    """
+    if pool_bytes > memory_bytes:
+        raise CapacityError(
+            f"the KV pool would take {pool_bytes} bytes, but there are {memory_bytes} in all; "
+            "lower kv.num_pages or kv.pool_bytes"
+        )
+
+
+def read_memory_bytes(stats: Mapping[str, int] | None) -> int:
+    """Returns the device's memory, or the machine's where the device has no statistics."""
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def naming_lack_of_memory() -> Iterator[None]:
+    """Turns the device's refusal to allocate into a CapacityError."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise CapacityError(
+            f"parameters, pool and state do not fit the memory: {str(error).splitlines()[0]}; "
+            "lower kv.pool_bytes, scheduler.max_seqs or limits.max_logit_bias"
+        ) from error
+
+
+def find_platform() -> str:
+    """Returns what JAX runs on, such as "cpu".
+
+    Raises:
+      CapacityError: JAX finds no device of the kind that it was told to use.
+    """
+    try:
+        return jax.default_backend()
+    except (RuntimeError, AssertionError) as error:  # jax asserts where one platform is unknown
+        raise CapacityError(
+            f"JAX has no device to run on: {str(error) or 'none was found'}; unset JAX_PLATFORMS, "
+            "or install the jax plugin it names"
+        ) from error
 
 
 def free_device_bytes(stats: Mapping[str, int] | None, *, needed_bytes: int) -> int:

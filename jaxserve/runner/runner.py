@@ -21,7 +21,12 @@ from jaxserve.runner import state, steps
 from jaxserve.runner.batch import build_output_rows, build_packed, find_plan_bucket
 from jaxserve.runner.buckets import VARIANTS, Reach
 from jaxserve.runner.in_flight import LaunchedStep
-from jaxserve.runner.memory import choose_dtypes, read_cpu_flags
+from jaxserve.runner.memory import (
+    choose_dtypes,
+    find_platform,
+    naming_lack_of_memory,
+    read_cpu_flags,
+)
 from jaxserve.runner.programs import (
     ProgramKey,
     Programs,
@@ -75,7 +80,7 @@ class Runner:
           ConfigError: sizes of the configuration that contradict each other or the model.
         """
         dtype, kv_dtype = choose_dtypes(
-            config, platform=jax.default_backend(), cpu_flags=read_cpu_flags()
+            config, platform=find_platform(), cpu_flags=read_cpu_flags()
         )
         if not callable(params):
             dtype = params["embedding_VD"].dtype.name
@@ -108,10 +113,13 @@ class Runner:
         with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-load") as pool:
             loading = pool.submit(lambda: params(dtype) if callable(params) else params)
             compile_keys(keys)
-            self._params: Params = jax.device_put(loading.result())
+            loaded = loading.result()
+            with naming_lack_of_memory():
+                self._params: Params = jax.device_put(loaded)
         self._run = {(key.kind, key.bucket): self._programs[key] for key in keys}
         self._head = head_params(self._params)
-        self._kv, self._state, self._hidden_TD = self._run["init", None]()
+        with naming_lack_of_memory():
+            self._kv, self._state, self._hidden_TD = self._run["init", None]()
         self._row_sampling = [SamplingParams()] * self._spec.max_seqs
         self._programs.forbid_compiles()
         logger.info("runner ready dtype=%s kv_dtype=%s programs=%d", dtype, kv_dtype, len(keys))

@@ -9,7 +9,13 @@ from jaxserve.config import Config
 from jaxserve.model.config import MAX_EOS_IDS, ModelConfig
 from jaxserve.model.params import num_param_bytes
 from jaxserve.runner.buckets import BucketScheme, build_scheme
-from jaxserve.runner.memory import choose_max_model_tokens, choose_num_pages, free_device_bytes
+from jaxserve.runner.memory import (
+    check_pool_bytes,
+    choose_max_model_tokens,
+    choose_num_pages,
+    free_device_bytes,
+    read_memory_bytes,
+)
 from jaxserve.runner.programs import ProgramKey, Programs, program_keys
 from jaxserve.runner.spec import DtypeName, RunnerSpec, bytes_of_page
 from jaxserve.runner.steps import init_arrays
@@ -53,6 +59,8 @@ def size_runner(
         return free_device_bytes(stats, needed_bytes=needed)
 
     num_pages = choose_num_pages(config, page_bytes=page_bytes, free_bytes=find_free_bytes)
+    memory_bytes = read_memory_bytes(jax.devices()[0].memory_stats())
+    check_pool_bytes(num_pages * page_bytes, memory_bytes=memory_bytes)
     max_model_tokens = choose_max_model_tokens(
         config, model_limit=model.max_position, num_pages=num_pages, page_bytes=page_bytes
     )

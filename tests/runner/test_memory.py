@@ -1,5 +1,6 @@
 """What fits: dtypes, pool, context."""
 
+import jax
 import pytest
 
 from jaxserve.config import GIB, Config
@@ -54,6 +55,49 @@ def test_a_pool_of_less_than_two_pages_is_refused() -> None:
     config = _config(kv={"pool_bytes": 199})
     with pytest.raises(CapacityError, match=r"has 199 bytes.*need 200.*raise kv\.pool_bytes"):
         memory.choose_num_pages(config, page_bytes=100, free_bytes=_no_device)
+
+
+def test_a_pool_beyond_the_memory_is_refused_before_anything_is_compiled() -> None:
+    memory.check_pool_bytes(1000, memory_bytes=1000)
+    with pytest.raises(CapacityError, match=r"take 1001 bytes.*are 1000 in all; lower kv\.num_pag"):
+        memory.check_pool_bytes(1001, memory_bytes=1000)
+
+    def compile_nothing(keys: tuple[ProgramKey, ...]) -> None:
+        raise AssertionError("nothing may be compiled")
+
+    for section in ({"num_pages": 10**10}, {"num_pages": None, "pool_bytes": 10**24}):
+        config = CONFIG.model_copy(update={"kv": CONFIG.kv.model_copy(update=section)})
+        with pytest.raises(CapacityError, match=r"lower kv\.num_pages or kv\.pool_bytes"):
+            sizing.size_runner(
+                MODEL,
+                config,
+                dtypes=("float32", "float32"),
+                programs=Programs(Metrics()),
+                compile_keys=compile_nothing,
+            )
+
+
+def test_the_memory_is_the_devices_or_else_the_machines() -> None:
+    assert memory.read_memory_bytes({"bytes_limit": 7}) == 7
+    assert memory.read_memory_bytes(None) > GIB // 4
+
+
+def test_a_refused_allocation_is_a_lack_of_capacity() -> None:
+    with pytest.raises(CapacityError, match=r"RESOURCE_EXHAUSTED: 1 byte; lower kv\.pool_bytes"):
+        with memory.naming_lack_of_memory():
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 byte\nmore")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        with memory.naming_lack_of_memory():
+            raise jax.errors.JaxRuntimeError("INTERNAL: ours")
+
+
+def test_a_platform_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def assert_as_jax_does() -> str:
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "default_backend", assert_as_jax_does)
+    with pytest.raises(CapacityError, match="no device to run on: none was found; unset JAX_PLAT"):
+        memory.find_platform()
 
 
 def test_a_cpu_pool_is_one_gibibyte() -> None:
