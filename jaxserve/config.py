@@ -23,9 +23,9 @@ MIB = 1 << 20
 
 
 class Section(pydantic.BaseModel):
-    """A table of the file: frozen, and an unknown key is an error."""
+    """A table of the file: frozen, finite, and an unknown key is an error."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -237,8 +237,9 @@ def _read_environment() -> dict[str, Any]:
     import pydantic_settings  # lazily: a quarter of a second, and only commands read these
 
     known = [f"{ENV_PREFIX}{key.replace('.', '__').upper()}" for key in _known_keys()]
-    for name in sorted(os.environ):
-        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
+    given = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX))
+    for name in given:
+        if name.upper() not in known:
             raise ConfigError(f"environment: unknown variable {name}{_did_you_mean(name, known)}")
 
     class Settings(Config, pydantic_settings.BaseSettings):
@@ -249,7 +250,16 @@ def _read_environment() -> dict[str, Any]:
     try:
         return pydantic_settings.EnvSettingsSource(Settings)()
     except pydantic_settings.SettingsError as error:
-        raise ConfigError(f"environment: {error}; lists are JSON, such as [2, 8, 32]") from error
+        among = ", ".join(f"{name}={os.environ[name]!r}" for name in given if _is_list(name))
+        raise ConfigError(
+            f"environment: {among}: not JSON; lists are JSON, such as [2, 8, 32]"
+        ) from error
+
+
+def _is_list(variable: str) -> bool:
+    section, _, key = variable.lower().removeprefix(ENV_PREFIX.lower()).partition("__")
+    field = _section_type(Config.model_fields[section]).model_fields[key]
+    return isinstance(field.default, tuple)
 
 
 def _nest(flags: Mapping[str, object]) -> dict[str, Any]:
