@@ -1,6 +1,7 @@
 """`jaxserve generate`: one prompt, its text on stdout as it comes."""
 
 import argparse
+import codecs
 import dataclasses
 import json
 import sys
@@ -114,7 +115,8 @@ def run(options: argparse.Namespace) -> int:
     finally:
         engine.stop()
     if options.json:
-        print(json.dumps(result.as_json(load_s=load_s), ensure_ascii=False))
+        is_utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
+        print(json.dumps(result.as_json(load_s=load_s), ensure_ascii=not is_utf8), flush=True)
     elif not options.quiet:
         print(result.summary(), file=sys.stderr)
     return exit_codes.OK
@@ -184,8 +186,8 @@ def _read_prompt(options: argparse.Namespace) -> str | tuple[int, ...]:
         return str(options.prompt)
     try:
         if options.prompt_file == "-":
-            return sys.stdin.buffer.read().decode()
-        return Path(options.prompt_file).read_bytes().decode()
+            return sys.stdin.buffer.read().decode("utf-8-sig")  # a BOM is no part of the prompt
+        return Path(options.prompt_file).read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise InvalidRequestError(
             f"--prompt-file {options.prompt_file}: {error.strerror}"

@@ -1,7 +1,9 @@
 """`jaxserve`: the parser of all commands, logging, and the way from an error to an exit code."""
 
 import argparse
+import errno
 import importlib.metadata
+import io
 import logging
 import os
 import sys
@@ -19,6 +21,8 @@ from jaxserve.errors import (
     ShapeError,
 )
 
+# A full disk, a quota, a device's fault; other errors of files are told where they come up.
+CANNOT_WRITE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG})
 DESCRIPTION = """\
 A measured serving runtime for language models on one node.
 
@@ -36,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; `--help` and wrong usage raise SystemExit."""
     if arguments is None:
         sys.excepthook = _report_internal_error
+        _prepare_streams()
     parser = build_parser()
     options = parser.parse_args(arguments)
     _set_up_logging(options.log_level)
@@ -51,9 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("jaxserve: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout once more at exit; let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return PIPE_CLOSED
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        _drop_stdout()
+        print(f"jaxserve: error: cannot write the output: {error.strerror}", file=sys.stderr)
+        return REFUSED
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,6 +86,20 @@ def _version() -> str:
     python = ".".join(map(str, sys.version_info[:3]))
     jax = importlib.metadata.version("jax")
     return f"jaxserve {jaxserve.__version__} (jax {jax}, Python {python})"
+
+
+def _prepare_streams() -> None:
+    """Opens what the caller closed, and has no character of an output fail."""
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115  (for the life of the process)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a Latin-1 terminal cannot show all that comes
+
+
+def _drop_stdout() -> None:
+    """Python flushes stdout once more at exit; lets that go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _set_up_logging(level: str) -> None:

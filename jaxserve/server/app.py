@@ -73,7 +73,8 @@ class Server:
             self._threads.shutdown()
             raise ConfigError(
                 f"server.host {section.host!r}, server.port {section.port}: cannot be bound; is "
-                "another server there? Choose another --port, or 0 for a free one"
+                "the host an address of this machine, and no other server on the port? "
+                "--port 0 picks a free one"
             ) from error
         await self._server.start()
         self._follower = asyncio.create_task(self._follow())

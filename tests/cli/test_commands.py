@@ -1,9 +1,12 @@
 """The commands on a fake engine: what goes to stdout, what to stderr, and the exit codes."""
 
+import io
 import json
+import logging
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,15 @@ from tests.fakes import EOS_ID, say
 
 ANSWER = "héllo\n"
 TEMPLATE = "{% for m in messages %}{{ m.content }}!{% endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """`main` sets it, for a process of its own."""
+    logger = logging.getLogger("jaxserve")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture
@@ -122,9 +134,10 @@ def test_chat_makes_a_conversation_of_the_prompt(loaded: list[Any]) -> None:
 
 def test_a_prompt_file_is_read_as_it_is(loaded: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
-    path.write_bytes("é\r\n".encode())
-    assert main(["generate", "--prompt-file", str(path)]) == 0
-    assert loaded[0][2].prompt == "é\r\n"
+    for mark in ("", "\ufeff"):  # but for a byte order mark
+        path.write_bytes(f"{mark}é\r\n".encode())
+        assert main(["generate", "--prompt-file", str(path)]) == 0
+        assert loaded[-1][2].prompt == "é\r\n"
 
 
 def test_a_prompt_file_that_cannot_be_read_is_named(
@@ -242,6 +255,56 @@ def test_version_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out.startswith(f"jaxserve {jaxserve.__version__} (jax 0.")
+
+
+FAKE_RUN = """\
+import sys, json; sys.argv = ["jaxserve", "generate", "--prompt", "x"]
+from jaxserve.cli import main, generate
+def run(options):
+    generate._write("h\\u00e9\\u4e16\\n" + (sys.stdin.read() and ""))
+    print("done", file=sys.stderr)
+    return 0
+generate.run = run; sys.exit(main.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("redirect", "code", "out", "err"),
+    [
+        ("", 0, "hé?\n", "done\n"),
+        (
+            "> /dev/full",
+            1,
+            "",
+            "jaxserve: error: cannot write the output: No space left on device\n",
+        ),
+        (">&-", 0, "", "done\n"),
+        ("2>&-", 0, "hé?\n", ""),
+        ("<&-", 0, "hé?\n", "done\n"),
+    ],
+)
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
+def test_a_stream_that_cannot_take_it_is_no_internal_error(
+    redirect: str, code: int, out: str, err: str
+) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {redirect}', sys.executable, FAKE_RUN],
+        capture_output=True,
+        check=False,
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+        stdin=subprocess.DEVNULL,
+    )
+    assert (done.returncode, done.stdout.decode("latin-1")) == (code, out)
+    assert done.stderr.decode() == err
+
+
+def test_json_is_ascii_where_the_output_is_not_utf8(
+    loaded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="latin-1"))
+    assert main(["generate", "--prompt", "Hi", "--json"]) == 0
+    assert json.loads(buffer.getvalue().decode("ascii"))["text"] == ANSWER
 
 
 def test_an_error_nobody_foresaw_is_exit_code_70_after_its_traceback() -> None:
