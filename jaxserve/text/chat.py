@@ -16,6 +16,7 @@ MAX_STEPS = 1_000_000
 BASE_CHARS = 4_000_000
 CHARS_PER_INPUT_CHAR = 64
 _RESERVED = frozenset({"messages", "add_generation_prompt"})
+MAX_REASON_CHARS = 500
 # What an expression of a template can raise besides jinja2's own errors.
 _EVALUATION_ERRORS = (
     jinja2.TemplateError,
@@ -78,13 +79,17 @@ class ChatTemplate:
         names["add_generation_prompt"] = add_generation_prompt
         names[BUDGET_KEY] = budget
         try:
-            return "".join(self._template.generate(names))
+            text = "".join(self._template.generate(names))
+            text.encode()  # a template can spell half a surrogate pair, which is no text
         except _EVALUATION_ERRORS as error:
             raise _refusal(error) from error
+        return text
 
 
 def _refusal(error: BaseException) -> InvalidRequestError:
-    reason = str(error) or type(error).__name__
+    # it goes to terminals and headers, and a stranger's template may have written it
+    words = " ".join((str(error) or type(error).__name__)[:MAX_REASON_CHARS].split())
+    reason = "".join(char if char.isprintable() else "�" for char in words)
     return InvalidRequestError(
         f"the model's chat template refused the conversation: {reason}; "
         "change the messages, or send the prompt as text or token ids",

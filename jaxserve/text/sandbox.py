@@ -23,6 +23,7 @@ import jinja2.visitor
 from jaxserve.text.budget import (
     CALL_STEPS,
     FILTER_STEPS,
+    ITEMS_PER_STEP,
     LOOKUP_STEPS,
     Budget,
     as_sized,
@@ -80,6 +81,9 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if isinstance(receiver, str):
             args = tuple(as_sized(value) for value in args)
             check_string_method(budget, receiver, __obj.__name__, [*args, *kwargs.values()])
+        if isinstance(receiver, int):  # to_bytes makes as many as it is told
+            for value in (*args, *kwargs.values()):
+                check_width(__obj.__name__, value)
         result = super().call(__context, __obj, *args, **kwargs)
         budget.spend_on_size(result)
         return result
@@ -180,7 +184,9 @@ def _literal(context: Any, value: str) -> str:
 
 @jinja2.pass_context
 def _walk(context: Any, value: Any) -> Any:
-    if isinstance(value, Sized) and not isinstance(value, str):
+    if isinstance(value, str):  # searching or copying it is fast, but not free
+        _budget(context).spend(0, len(value) // ITEMS_PER_STEP)
+    elif isinstance(value, Sized):
         _budget(context).spend_on_size(value)
     return value
 

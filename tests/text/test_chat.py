@@ -56,12 +56,21 @@ def test_the_date_is_given_to_templates_that_ask() -> None:
         ("{% set ns = namespace(_a=1) %}", "cannot hold '_a'"),
         ("{% include 'x' %}", "no loader"),
         ("{% if %}", "Expected an expression"),
+        ("{{ 'a'.encode().center(9) }}", "str.encode is not supported in templates"),
+        (r"{{ '\ud800' }}", "surrogates not allowed"),
+        (r"{{ raise_exception('a\n \x1b[31mb') }}", r"conversation: a �\[31mb; change"),
     ],
 )
 def test_what_a_template_raises_is_told_to_the_caller(source: str, reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason) as caught:
         render(source)
     assert caught.value.field == "chat"
+
+
+def test_what_a_template_raises_is_cut_to_a_length_that_fits_a_header() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        render("{{ raise_exception('x' * 1000000) }}")
+    assert 500 < len(str(caught.value)) < 700
 
 
 def test_a_long_conversation_has_the_budget_it_needs() -> None:
