@@ -1,6 +1,6 @@
 """Compiles this engine's programs for an H200 on a machine without a GPU, and looks at the result.
 
-    python scripts/check_gpu_compile.py [--model 135m 8b]
+    python -m scripts.check_gpu_compile [--model 135m 8b]
 
 XLA's GPU pipeline needs no device and no driver, only its plugin, in a venv of its own:
 
@@ -27,11 +27,11 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={DUM
 
 import jax  # noqa: E402  # after the environment is set
 import numpy as np  # noqa: E402
-from gpu_report import MODELS, make_config  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from jaxserve.config import Config  # noqa: E402
+from jaxserve.model.config import MAX_EOS_IDS  # noqa: E402
 from jaxserve.runner.buckets import build_scheme  # noqa: E402
 from jaxserve.runner.programs import (  # noqa: E402
     ProgramKey,
@@ -40,6 +40,7 @@ from jaxserve.runner.programs import (  # noqa: E402
     program_keys,
 )
 from jaxserve.runner.spec import RunnerSpec  # noqa: E402
+from scripts.gpu_report import MODELS, make_config  # noqa: E402
 
 # NVIDIA's data sheet, and what CUDA reports; without driver_version XLA captures no loops.
 H200 = """
@@ -80,7 +81,7 @@ def build_spec(
         chunk_tile=config.buckets.chunk_tile,
         max_chunks=config.scheduler.max_chunks,
         max_logit_bias=config.limits.max_logit_bias,
-        max_ban_ids=config.limits.max_stop_token_ids + 16,
+        max_ban_ids=config.limits.max_stop_token_ids + MAX_EOS_IDS,
         attention="xla",
     )
     return spec, program_keys(spec, scheme)
@@ -123,6 +124,7 @@ def main() -> int:
             with jax.set_mesh(mesh):
                 compiled = lower(key, replicated).compile(compiler_options("gpu"))
             memory = compiled.memory_analysis()
+            assert memory is not None, "XLA:GPU always has one"
             module = "forward_step" if key.kind == "forward" else "*output_step"
             outside = [kind for kind in top_level_thunks(module) if kind != "kCommandBuffer"]
             is_in_place = key.kind != "forward" or memory.alias_size_in_bytes >= pool_bytes
