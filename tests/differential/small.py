@@ -31,9 +31,9 @@ CONFIG = Config.model_validate(
         "scheduler": {"max_seqs": NUM_ROWS, "max_step_tokens": 10, "max_chunks": 2},
         "buckets": {
             "decode_seqs": (2, 4),
-            "chunk_tokens": (5, 10),
+            "chunk_tokens": (6, 10),
             "chunk_decode_seqs": (4,),
-            "chunk_tile": 5,
+            "chunk_tile": 2,
         },
         "limits": {"max_logit_bias": 4, "max_stop_token_ids": 4},
     }
