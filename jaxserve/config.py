@@ -45,7 +45,7 @@ class KVSection(Section):
 
     page_size: int = pydantic.Field(16, ge=1, le=1024, description="Tokens of a page.")
     dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
-        "auto", description="auto: float32 on CPU, the model's dtype elsewhere."
+        "auto", description="auto: the model's dtype."
     )
     pool_bytes: int | None = pydantic.Field(
         None, ge=1, description="Bytes of the pool. Unset: 1 GiB on CPU, what is free elsewhere."

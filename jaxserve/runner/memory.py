@@ -38,15 +38,13 @@ def choose_dtypes(
 ) -> tuple[DtypeName, DtypeName]:
     """Returns the dtype of weights and activations, and that of the pool.
 
-    auto: bfloat16 on an accelerator and on CPUs that multiply it in hardware; the pool follows,
-    but is float32 on CPU: memory is not what is short there, a step is at most a tenth or so
-    slower, and some jaxlibs convert the whole pool in order to write bfloat16 into it.
+    auto: bfloat16 on an accelerator and on CPUs that multiply it in hardware; the pool follows
+    the weights.
     """
     is_fast = platform != "cpu" or bool(cpu_flags & _FAST_BFLOAT16_FLAGS)
     auto: DtypeName = "bfloat16" if is_fast else "float32"
     dtype: DtypeName = auto if config.model.dtype == "auto" else config.model.dtype
-    auto_kv: DtypeName = "float32" if platform == "cpu" else dtype
-    return dtype, auto_kv if config.kv.dtype == "auto" else config.kv.dtype
+    return dtype, dtype if config.kv.dtype == "auto" else config.kv.dtype
 
 
 def choose_num_pages(config: Config, *, page_bytes: int, free_bytes: Callable[[], int]) -> int:

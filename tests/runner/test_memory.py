@@ -24,8 +24,8 @@ def _no_device() -> int:
     ("platform", "flags", "want"),
     [
         ("cpu", {"avx2"}, ("float32", "float32")),
-        ("cpu", {"avx512_bf16"}, ("bfloat16", "float32")),
-        ("cpu", {"amx_bf16"}, ("bfloat16", "float32")),
+        ("cpu", {"avx512_bf16"}, ("bfloat16", "bfloat16")),
+        ("cpu", {"amx_bf16"}, ("bfloat16", "bfloat16")),
         ("gpu", set(), ("bfloat16", "bfloat16")),
     ],
 )
