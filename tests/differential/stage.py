@@ -35,8 +35,8 @@ EOS_ID = 130
 
 
 @functools.cache
-def tiny_params() -> Params:
-    return init_params(MODEL, jax.random.key(3), "float32")
+def tiny_params(dtype: str) -> Params:
+    return init_params(MODEL, jax.random.key(3), dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,14 @@ class Shape:
 
     chunk: int
     decode_seqs: tuple[int, ...]
+    dtype: str = "float32"
 
     @property
     def config(self) -> Config:
         tile = min(self.chunk, 16)
         return Config.model_validate(
             {
-                "model": {"dtype": "float32", "max_model_tokens": 96},
+                "model": {"dtype": self.dtype, "max_model_tokens": 96},
                 "kv": {"page_size": 4, "num_pages": 1 + 24 * 64},
                 "scheduler": {"max_seqs": self.decode_seqs[-1]},
                 "buckets": {
@@ -67,7 +68,9 @@ class Shape:
 
 
 def build_runner(shape: Shape, cache_dir: Path) -> Runner:
-    return Runner(tiny_params(), MODEL, shape.config, metrics=Metrics(), cache_dir=cache_dir)
+    return Runner(
+        tiny_params(shape.dtype), MODEL, shape.config, metrics=Metrics(), cache_dir=cache_dir
+    )
 
 
 def build_engine(runner: Runner, config: Config) -> Engine:

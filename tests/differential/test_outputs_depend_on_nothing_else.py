@@ -77,6 +77,7 @@ def run(runner_of: BuildRunner, case: Case) -> tuple[list[int], int]:
     shape = stage.Shape(
         chunk=case.get("chunk", PLAIN.chunk),  # type: ignore[arg-type]  # a case's values are objects
         decode_seqs=case.get("decode_seqs", PLAIN.decode_seqs),  # type: ignore[arg-type]
+        dtype=str(case.get("dtype", PLAIN.dtype)),
     )
     config = shape.config
     config = config.model_copy(
@@ -114,11 +115,38 @@ def test_every_pair_of_circumstances_gives_the_same_tokens(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("decode_seqs", NIGHTLY_AXES["decode_seqs"], ids=str)
+@pytest.mark.parametrize("chunk", NIGHTLY_AXES["chunk"])
 def test_every_combination_of_circumstances_gives_the_same_tokens(
-    runner_of: BuildRunner, expected: dict[str, list[int]]
+    runner_of: BuildRunner,
+    expected: dict[str, list[int]],
+    chunk: int,
+    decode_seqs: tuple[int, ...],
 ) -> None:
-    for case in full_product(NIGHTLY_AXES):
+    for case in full_product({**AXES, "chunk": (chunk,), "decode_seqs": (decode_seqs,)}):
         check(runner_of, expected, case)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_in_bfloat16_mates_and_buckets_change_nothing(
+    runner_of: BuildRunner, sampling: str
+) -> None:
+    """Bitwise on a CPU, from two rows up; over chunking nothing is promised in bfloat16."""
+    tokens = {
+        (decode_seqs, num_mates): run(
+            runner_of,
+            {
+                "dtype": "bfloat16",
+                "sampling": sampling,
+                "decode_seqs": decode_seqs,
+                "num_mates": num_mates,
+                "overlap": True,
+            },
+        )[0]
+        for decode_seqs in AXES["decode_seqs"]
+        for num_mates in (0, 1, 5)
+    }
+    assert len(set(map(tuple, tokens.values()))) == 1, tokens
 
 
 def test_the_three_requests_differ(expected: dict[str, list[int]]) -> None:
