@@ -1,4 +1,4 @@
-"""Logits to tokens: what DESIGN §4 promises of sampling, on the device, in float32, row by row.
+"""Logits to tokens: the sampler, on the device, in float32, row by row.
 
 Order: bans and biases, penalties, temperature, top-k, top-p, min-p, draw. A token is the argmax of
 the scaled logits plus Gumbel noise (Gumbel 1954; the Gumbel-max trick), and the noise of an id is a

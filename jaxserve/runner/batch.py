@@ -1,6 +1,6 @@
 """The arrays of one step: packed on the host into flat int32, unpacked inside the programs.
 
-Everything the forward program must be told is one array of six parts, so a step costs one
+Everything the forward program must be told is one array of five parts, so a step costs one
 transfer. X counts attention rows (one-token rows, then tiles), T tokens, D page-table entries:
 
     rows_X | starts_X | lens_X | token_ids_T | deltas_3D
