@@ -63,6 +63,8 @@ def run_transformers(gguf_path: Path) -> list[dict[str, list[float] | list[int]]
     import torch
     import transformers
 
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     folder = {"pretrained_model_name_or_path": gguf_path.parent, "gguf_file": gguf_path.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(**folder, dtype=torch.float32)
