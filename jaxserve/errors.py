@@ -15,7 +15,6 @@ JaxserveError
 │   ├── QueueFullError           the waiting queue is at its limit
 │   ├── SlowReaderError          the client reads slower than the stream's buffer allows
 │   ├── DeadlineError            the deadline passed before the first token
-│   ├── RequestCancelledError    the caller gave up
 │   └── NumericsError            this request's logits were not finite
 ├── NotServingError          starting, draining or stopped: not begun, or not done by then
 └── EngineDeadError          the engine failed; every request in it ends with this
@@ -115,12 +114,6 @@ class DeadlineError(RequestError):
     """The deadline passed before the first token."""
 
     reason = "DEADLINE"
-
-
-class RequestCancelledError(RequestError):
-    """The caller gave up."""
-
-    reason = "CANCELLED"
 
 
 class NumericsError(RequestError):

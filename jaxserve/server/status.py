@@ -47,7 +47,6 @@ TABLE: Final[Mapping[type[errors.JaxserveError], Row]] = {
     errors.QueueFullError: Row(_CODE.RESOURCE_EXHAUSTED),
     errors.SlowReaderError: Row(_CODE.RESOURCE_EXHAUSTED),
     errors.DeadlineError: Row(_CODE.DEADLINE_EXCEEDED),
-    errors.RequestCancelledError: Row(_CODE.CANCELLED),
     errors.NumericsError: Row(_CODE.INTERNAL),
     errors.NotServingError: Row(_CODE.UNAVAILABLE, "NOT_SERVING"),
     errors.EngineDeadError: _ENGINE_DEAD,

@@ -56,7 +56,6 @@ def test_reasons_are_api() -> None:
         "QueueFullError": "QUEUE_FULL",
         "SlowReaderError": "SLOW_READER",
         "DeadlineError": "DEADLINE",
-        "RequestCancelledError": "CANCELLED",
         "NumericsError": "NUMERICS",
         "NotServingError": "NOT_SERVING",
         "EngineDeadError": "ENGINE_DEAD",
