@@ -35,7 +35,7 @@ EOS_ID = 130
 
 
 @functools.cache
-def tiny_params(dtype: str) -> Params:
+def tiny_params(dtype: str = "float32") -> Params:
     return init_params(MODEL, jax.random.key(3), dtype)
 
 
