@@ -125,9 +125,8 @@ class Programs:
                     self._compiled[key], seconds = future.result()
                     if progress:
                         progress(num_done, len(missing), key.name, seconds)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+            finally:
+                pool.shutdown(cancel_futures=True)  # after a failure the rest is not compiled
 
     def _compile(self, key: ProgramKey) -> tuple[jax.stages.Compiled, float]:
         started_s = time.monotonic()
