@@ -13,7 +13,8 @@ S  context length, P * R
 N  query heads    K  KV heads    G  N // K, query heads per KV head
 H  head size      D  model size  F  MLP hidden size
 V  vocabulary, padded            L  layers
-E  entries of a sparse per-row list (biases)    M  another small width (bans; queries of a KV head)
+E  experts; or entries of a sparse per-row list (biases)
+  M  another small width (bans; queries of a KV head)
 J  candidates of a sampler's row
 """
 

@@ -20,7 +20,7 @@ from jax import numpy as jnp
 
 from jaxserve.config import Config
 from jaxserve.metrics import Metrics
-from jaxserve.model.config import ModelConfig, RopeConfig
+from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import init_params, num_param_bytes
 from jaxserve.plan import Chunk, RowLoad, StepPlan
 from jaxserve.request import SamplingParams
@@ -41,14 +41,13 @@ def make_config(name: str) -> ModelConfig:
         architecture="llama",
         vocab_size=vocab,
         hidden_size=hidden,
-        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         mlp_size=mlp,
         max_position=8192,
         norm_eps=1e-5,
-        rope=RopeConfig(theta=10000.0),
+        layers=(LayerConfig(rope=RopeConfig(theta=10000.0)),) * layers,
         tied_head=hidden < 1024,
     )
 

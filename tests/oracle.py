@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jaxserve.model.config import ModelConfig
+from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 
 Array = NDArray[np.float64]
 
@@ -19,10 +19,10 @@ def oracle_logits(
 ) -> NDArray[np.float32]:
     """Returns the logits after each token, float32 [len(token_ids), vocab_size]."""
     x_TD = _array(params["embedding_VD"])[np.asarray(token_ids)]
-    for index in range(config.num_layers):
+    for index, layer_config in enumerate(config.layers):
         layer = params["layers"][str(index)]
         y_TD = _norm(x_TD, layer["attn_norm_D"], config)
-        x_TD = x_TD + _attention(layer, y_TD, config)
+        x_TD = x_TD + _attention(layer, y_TD, config, layer_config)
         y_TD = _norm(x_TD, layer["mlp_norm_D"], config)
         x_TD = x_TD + _mlp(layer, y_TD, config)
     y_TD = _norm(x_TD, params["final_norm_D"], config)
@@ -71,33 +71,37 @@ def oracle_attention(
     return out_TNH
 
 
-def _attention(layer: Mapping[str, Any], y_TD: Array, config: ModelConfig) -> Array:
+def _attention(
+    layer: Mapping[str, Any], y_TD: Array, config: ModelConfig, layer_config: LayerConfig
+) -> Array:
     q_TNH = np.einsum("td,dnh->tnh", y_TD, _array(layer["q_DNH"]))
     k_TKH = np.einsum("td,dkh->tkh", y_TD, _array(layer["k_DKH"]))
     v_TKH = np.einsum("td,dkh->tkh", y_TD, _array(layer["v_DKH"]))
-    if config.attention_bias:
+    if config.qkv_bias:
         q_TNH = q_TNH + _array(layer["q_bias_NH"])
         k_TKH = k_TKH + _array(layer["k_bias_KH"])
         v_TKH = v_TKH + _array(layer["v_bias_KH"])
     out_TNH = oracle_attention(
-        _rope(q_TNH, config),
-        _rope(k_TKH, config),
+        _rope(q_TNH, layer_config.rope),
+        _rope(k_TKH, layer_config.rope),
         v_TKH,
         first_position=0,
         scale=config.attention_scale or 1.0 / np.sqrt(config.head_dim),
-        window=config.window,
+        window=layer_config.window,
         soft_cap=config.attention_soft_cap,
     )
     out_TD = np.einsum("tnh,nhd->td", out_TNH, _array(layer["o_NHD"]))
-    if config.attention_bias:
+    if config.o_bias:
         out_TD = out_TD + _array(layer["o_bias_D"])
     return np.asarray(out_TD)
 
 
-def _rope(x_TNH: Array, config: ModelConfig) -> Array:
+def _rope(x_TNH: Array, rope: RopeConfig | None) -> Array:
     """Pair (h, h + H/2) as a complex number, turned by position * theta^(-2h/H)."""
+    if rope is None:
+        return x_TNH
     T, _, H = x_TNH.shape
-    angle_TH = np.arange(T)[:, None] * config.rope.theta ** (-2.0 * np.arange(H // 2) / H)
+    angle_TH = np.arange(T)[:, None] * rope.theta ** (-2.0 * np.arange(H // 2) / H)
     z_TNH = (x_TNH[..., : H // 2] + 1j * x_TNH[..., H // 2 :]) * np.exp(1j * angle_TH)[:, None]
     return np.concatenate([z_TNH.real, z_TNH.imag], axis=-1)
 

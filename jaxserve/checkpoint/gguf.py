@@ -17,7 +17,6 @@ from jaxserve.checkpoint.header import (
     WeightDtype,
 )
 from jaxserve.checkpoint.layout import (
-    check_num_layers,
     check_tensors,
     check_vocab,
     load_all,
@@ -108,7 +107,6 @@ class GgufSource:
     @functools.cached_property
     def _config(self) -> ModelConfig:
         config = read_model_config(self._file)
-        check_num_layers(config, len(self._file.tensors), str(self.path))
         check_stored_types(self._file)
         check_tensors(
             {name: entry.shape for name, entry in self._file.tensors.items()},

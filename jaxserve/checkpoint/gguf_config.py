@@ -3,9 +3,9 @@
 import numpy as np
 
 from jaxserve.checkpoint.gguf_file import GgufFile
-from jaxserve.checkpoint.layout import check_config
+from jaxserve.checkpoint.layout import check_config, check_num_layers
 from jaxserve.errors import CheckpointError
-from jaxserve.model.config import ModelConfig, RopeConfig
+from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.text.backends import build_byte_bpe, find_pre_kind
 from jaxserve.text.end_of_turn import find_end_of_turn_ids
 from jaxserve.text.tokenizer import Tokenizer
@@ -50,24 +50,27 @@ def read_model_config(file: GgufFile) -> ModelConfig:
             )
     embedding = file.tensors.get("token_embd.weight")
     vocab_size = embedding.shape[0] if embedding and embedding.shape else keys.integer("vocab_size")
+    layer = LayerConfig(rope=RopeConfig(theta=keys.number("rope.freq_base", 10000.0)))
+    where = str(file.path)
+    num_layers = check_num_layers(keys.integer("block_count"), len(file.tensors), where)
     config = ModelConfig(
         architecture=str(architecture),
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_layers=keys.integer("block_count"),
         num_heads=num_heads,
         num_kv_heads=keys.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         mlp_size=keys.integer("feed_forward_length"),
         max_position=keys.integer("context_length"),
         norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
-        rope=RopeConfig(theta=keys.number("rope.freq_base", 10000.0)),
+        layers=(layer,) * num_layers,
         tied_head="output.weight" not in file.tensors,
-        attention_bias=any(name.endswith("attn_q.bias") for name in file.tensors),
+        qkv_bias=any(name.endswith("attn_q.bias") for name in file.tensors),
+        o_bias=any(name.endswith("attn_output.bias") for name in file.tensors),
         mlp_bias=any(name.endswith("ffn_gate.bias") for name in file.tensors),
     )
     _refuse_unsupported(file, keys, vocab_size)
-    check_config(config, str(file.path))
+    check_config(config, where)
     return config
 
 

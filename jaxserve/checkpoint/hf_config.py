@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from jaxserve.checkpoint.layout import check_config
+from jaxserve.checkpoint.layout import check_config, check_num_layers
 from jaxserve.errors import CheckpointError
-from jaxserve.model.config import ModelConfig, RopeConfig
+from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 
 SUPPORTED_ARCHITECTURES = {"LlamaForCausalLM": "llama"}
 # Settings of other families, with the values that change nothing. Any other value is refused.
@@ -26,7 +26,9 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 }
 
 
-def read_model_config(settings: Mapping[str, object], where: str) -> ModelConfig:
+def read_model_config(
+    settings: Mapping[str, object], *, num_tensors: int, where: str
+) -> ModelConfig:
     """Returns the decoder's configuration; `tied_head` is the flag, the tensors may overrule it.
 
     Args:
@@ -52,20 +54,22 @@ def read_model_config(settings: Mapping[str, object], where: str) -> ModelConfig
             "it is refused because ignoring it would give wrong text"
         )
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    layer = LayerConfig(rope=RopeConfig(theta=_read_rope_theta(settings, where)))
+    num_layers = check_num_layers(fields.integer("num_hidden_layers"), num_tensors, where)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=fields.integer("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=fields.integer("head_dim", hidden_size // max(num_heads, 1)),
         mlp_size=fields.integer("intermediate_size"),
         max_position=fields.integer("max_position_embeddings", 2048),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=RopeConfig(theta=_read_rope_theta(settings, where)),
+        layers=(layer,) * num_layers,
         tied_head=fields.flag("tie_word_embeddings"),
-        attention_bias=fields.flag("attention_bias"),
+        qkv_bias=fields.flag("attention_bias"),
+        o_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
     )
     check_config(config, where)

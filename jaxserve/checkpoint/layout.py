@@ -47,12 +47,12 @@ LAYER_NAMES = {
     "up_DF": StoredName(hf="mlp.up_proj.weight", gguf="ffn_up.weight"),
     "down_FD": StoredName(hf="mlp.down_proj.weight", gguf="ffn_down.weight"),
 }
-ATTENTION_BIAS_NAMES = {
+QKV_BIAS_NAMES = {
     "q_bias_NH": StoredName(hf="self_attn.q_proj.bias", gguf="attn_q.bias"),
     "k_bias_KH": StoredName(hf="self_attn.k_proj.bias", gguf="attn_k.bias"),
     "v_bias_KH": StoredName(hf="self_attn.v_proj.bias", gguf="attn_v.bias"),
-    "o_bias_D": StoredName(hf="self_attn.o_proj.bias", gguf="attn_output.bias"),
 }
+O_BIAS_NAMES = {"o_bias_D": StoredName(hf="self_attn.o_proj.bias", gguf="attn_output.bias")}
 MLP_BIAS_NAMES = {
     "gate_bias_F": StoredName(hf="mlp.gate_proj.bias", gguf="ffn_gate.bias"),
     "up_bias_F": StoredName(hf="mlp.up_proj.bias", gguf="ffn_up.bias"),
@@ -66,7 +66,8 @@ def stored_names(config: ModelConfig) -> dict[str, StoredName]:
     if not config.tied_head:
         names["head_VD"] = MODEL_NAMES["head_VD"]
     layer = dict(LAYER_NAMES)
-    layer |= ATTENTION_BIAS_NAMES if config.attention_bias else {}
+    layer |= QKV_BIAS_NAMES if config.qkv_bias else {}
+    layer |= O_BIAS_NAMES if config.o_bias else {}
     layer |= MLP_BIAS_NAMES if config.mlp_bias else {}
     for i in range(config.num_layers):
         for leaf, name in layer.items():
@@ -234,17 +235,23 @@ def check_vocab(config: ModelConfig, tokenizer: Tokenizer, where: str) -> frozen
     return eos_ids
 
 
-def check_num_layers(config: ModelConfig, num_tensors: int, where: str) -> None:
-    """Refuse more layers than there are tensors, before their names are spelled out.
+def check_num_layers(num_layers: int, num_tensors: int, where: str) -> int:
+    """Returns `num_layers`; refuses more than there are tensors, before they are spelled out.
 
     Raises:
       CheckpointError: names both numbers.
     """
-    if config.num_layers > num_tensors:
+    if num_layers > num_tensors:
         raise CheckpointError(
-            f"{where} says {config.num_layers} layers, but there are only {num_tensors} tensors; "
+            f"{where} says {num_layers} layers, but there are only {num_tensors} tensors; "
             "get the files again"
         )
+    return num_layers
+
+
+def _numbers(config: ModelConfig) -> list[tuple[str, float]]:
+    ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
+    return [("norm_eps", config.norm_eps), *(("rope_theta", rope.theta) for rope in ropes)]
 
 
 def check_config(config: ModelConfig, where: str) -> None:
@@ -266,7 +273,7 @@ def check_config(config: ModelConfig, where: str) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise CheckpointError(f"{where}: {name} is {size}, but must be at least 1")
-    for name, number in (("norm_eps", config.norm_eps), ("rope_theta", config.rope.theta)):
+    for name, number in _numbers(config):
         if not 0 < number < math.inf:  # NaN is not either
             raise CheckpointError(f"{where}: {name} is {number}, but must be positive and finite")
     if config.num_heads % config.num_kv_heads:

@@ -24,7 +24,6 @@ from jaxserve.checkpoint.header import (
 from jaxserve.checkpoint.hf_config import read_model_config
 from jaxserve.checkpoint.layout import (
     MODEL_NAMES,
-    check_num_layers,
     check_tensors,
     check_vocab,
     load_all,
@@ -138,8 +137,8 @@ class HfFolderSource:
 
     @functools.cached_property
     def _config(self) -> ModelConfig:
-        config = read_model_config(self._settings, str(self.path / "config.json"))
-        check_num_layers(config, len(self._tensors), str(self.path / "config.json"))
+        where = str(self.path / "config.json")
+        config = read_model_config(self._settings, num_tensors=len(self._tensors), where=where)
         config = dataclasses.replace(config, tied_head=self._decide_tied(config))
         found = {name: tensor.shape for name, tensor in self._tensors.items()}
         if config.tied_head:

@@ -11,7 +11,7 @@ from jax import numpy as jnp
 from jaxserve.kernels.dot import dot, wider_dtype
 from jaxserve.kernels.paged_attention import Impl, paged_attention
 from jaxserve.model.batch import TokenBatch
-from jaxserve.model.config import ModelConfig
+from jaxserve.model.config import LayerConfig, ModelConfig
 from jaxserve.model.params import Params
 from jaxserve.model.rope import rotate
 
@@ -28,8 +28,9 @@ def attention_block(
     x_TD: jax.Array,
     *,
     batch: TokenBatch,
-    rope: tuple[jax.Array, jax.Array],
+    rope: tuple[jax.Array, jax.Array] | None,
     config: ModelConfig,
+    layer_config: LayerConfig,
     num_single_rows: int,
     tile: int,
     attention: Impl,
@@ -40,11 +41,12 @@ def attention_block(
     q_TNH = dot("TD,DNH->TNH", y_TD, params["q_DNH"])
     k_TKH = dot("TD,DKH->TKH", y_TD, params["k_DKH"])
     v_TKH = dot("TD,DKH->TKH", y_TD, params["v_DKH"])
-    if config.attention_bias:
+    if config.qkv_bias:
         q_TNH += params["q_bias_NH"][None].astype(jnp.float32)
         k_TKH += params["k_bias_KH"][None].astype(jnp.float32)
         v_TKH += params["v_bias_KH"][None].astype(jnp.float32)
-    q_TNH, k_TKH = rotate(q_TNH, *rope), rotate(k_TKH, *rope)
+    if rope is not None:
+        q_TNH, k_TKH = rotate(q_TNH, *rope), rotate(k_TKH, *rope)
 
     # Write, then read the new value: a read of the old one would copy the whole pool.
     kv_C2KRH = write_kv(kv_C2KRH, k_TKH, v_TKH, batch=batch)
@@ -57,7 +59,7 @@ def attention_block(
         num_single_rows=num_single_rows,
         tile=tile,
         scale=config.scale,
-        window=config.window,
+        window=layer_config.window,
         soft_cap=config.attention_soft_cap,
         impl=attention,
     )
@@ -68,7 +70,7 @@ def attention_block(
         out_TNH.astype(weight_dtype).reshape(T, N * H),
         params["o_NHD"].reshape(N * H, -1),
     )
-    if config.attention_bias:
+    if config.o_bias:
         out_TD += params["o_bias_D"][None].astype(jnp.float32)
     return kv_C2KRH, out_TD
 

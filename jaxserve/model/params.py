@@ -35,8 +35,9 @@ class ParamSpec(NamedTuple):
 def abstract_params(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParamSpec]:
     """Returns the spec of each parameter by its path, such as ``"layers/0/q_DNH"``.
 
-    Norm weights are float32 whatever `dtype` is. Rows of the vocabulary beyond
-    `config.vocab_size` are zeros.
+    Norm weights are float32 whatever `dtype` is, and are the whole factor: a family that stores
+    w for a factor of 1 + w is brought to this form when it is loaded. Rows of the vocabulary
+    beyond `config.vocab_size` are zeros.
     """
     D, V = config.hidden_size, config.padded_vocab_size
     weight, norm = np.dtype(dtype), np.dtype(np.float32)
@@ -46,36 +47,71 @@ def abstract_params(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParamSpe
     }
     if not config.tied_head:
         specs["head_VD"] = ParamSpec((V, D), weight, ("tensor", None))
-    layer = _layer_specs(config, weight=weight, norm=norm)
-    for index in range(config.num_layers):
-        specs.update({f"layers/{index}/{name}": spec for name, spec in layer.items()})
+    for index, layer in enumerate(config.layers):
+        leaves = _attention_specs(config, weight=weight, norm=norm)
+        leaves |= _norm_specs(config, norm=norm)
+        if layer.mlp == "experts":
+            leaves |= _experts_specs(config, weight=weight)
+        else:
+            leaves |= _mlp_specs(config, weight=weight)
+        specs.update({f"layers/{index}/{name}": spec for name, spec in leaves.items()})
     return specs
 
 
-def _layer_specs(config: ModelConfig, *, weight: np.dtype, norm: np.dtype) -> dict[str, ParamSpec]:
-    D, F = config.hidden_size, config.mlp_size
-    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+def _attention_specs(
+    config: ModelConfig, *, weight: np.dtype, norm: np.dtype
+) -> dict[str, ParamSpec]:
+    D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     specs = {
-        "attn_norm_D": ParamSpec((D,), norm, (None,)),
         "q_DNH": ParamSpec((D, N, H), weight, (None, "tensor", None)),
         "k_DKH": ParamSpec((D, K, H), weight, (None, "tensor", None)),
         "v_DKH": ParamSpec((D, K, H), weight, (None, "tensor", None)),
         "o_NHD": ParamSpec((N, H, D), weight, ("tensor", None, None)),
-        "mlp_norm_D": ParamSpec((D,), norm, (None,)),
+    }
+    if config.qkv_bias:
+        specs["q_bias_NH"] = ParamSpec((N, H), weight, ("tensor", None))
+        specs["k_bias_KH"] = ParamSpec((K, H), weight, ("tensor", None))
+        specs["v_bias_KH"] = ParamSpec((K, H), weight, ("tensor", None))
+    if config.o_bias:
+        specs["o_bias_D"] = ParamSpec((D,), weight, (None,))
+    if config.qk_norm == "head":
+        specs["q_norm_H"] = ParamSpec((H,), norm, (None,))
+        specs["k_norm_H"] = ParamSpec((H,), norm, (None,))
+    if config.qk_norm == "all":
+        specs["q_norm_NH"] = ParamSpec((N, H), norm, ("tensor", None))
+        specs["k_norm_KH"] = ParamSpec((K, H), norm, ("tensor", None))
+    return specs
+
+
+def _norm_specs(config: ModelConfig, *, norm: np.dtype) -> dict[str, ParamSpec]:
+    names = ["attn_norm_D", "mlp_norm_D"] if config.pre_norms else []
+    names += ["attn_post_norm_D", "mlp_post_norm_D"] if config.post_norms else []
+    return {name: ParamSpec((config.hidden_size,), norm, (None,)) for name in names}
+
+
+def _mlp_specs(config: ModelConfig, *, weight: np.dtype) -> dict[str, ParamSpec]:
+    D, F = config.hidden_size, config.mlp_size
+    specs = {
         "gate_DF": ParamSpec((D, F), weight, (None, "tensor")),
         "up_DF": ParamSpec((D, F), weight, (None, "tensor")),
         "down_FD": ParamSpec((F, D), weight, ("tensor", None)),
     }
-    if config.attention_bias:
-        specs["q_bias_NH"] = ParamSpec((N, H), weight, ("tensor", None))
-        specs["k_bias_KH"] = ParamSpec((K, H), weight, ("tensor", None))
-        specs["v_bias_KH"] = ParamSpec((K, H), weight, ("tensor", None))
-        specs["o_bias_D"] = ParamSpec((D,), weight, (None,))
     if config.mlp_bias:
         specs["gate_bias_F"] = ParamSpec((F,), weight, ("tensor",))
         specs["up_bias_F"] = ParamSpec((F,), weight, ("tensor",))
         specs["down_bias_D"] = ParamSpec((D,), weight, (None,))
     return specs
+
+
+def _experts_specs(config: ModelConfig, *, weight: np.dtype) -> dict[str, ParamSpec]:
+    assert config.experts is not None, "a layer of experts needs config.experts"
+    D, E, F = config.hidden_size, config.experts.num_experts, config.experts.mlp_size
+    return {
+        "router_DE": ParamSpec((D, E), weight, (None, None)),
+        "gate_EDF": ParamSpec((E, D, F), weight, (None, None, "tensor")),
+        "up_EDF": ParamSpec((E, D, F), weight, (None, None, "tensor")),
+        "down_EFD": ParamSpec((E, F, D), weight, (None, "tensor", None)),
+    }
 
 
 def num_param_bytes(config: ModelConfig, dtype: DTypeLike) -> int:
@@ -97,7 +133,7 @@ def init_params(
     flat = {}
     for (path, spec), leaf_key in zip(specs.items(), keys, strict=True):
         normal = jax.random.normal(leaf_key, spec.shape, jnp.float32)
-        is_norm = path.endswith("norm_D")
+        is_norm = "_norm_" in path
         value = 1.0 + 0.3 * normal if is_norm else stddev * normal
         if path.endswith("_VD"):
             value = value.at[config.vocab_size :].set(0.0)

@@ -9,7 +9,7 @@ from jaxserve.errors import ShapeError
 from jaxserve.kernels.dot import dot
 from jaxserve.kernels.paged_attention import Impl
 from jaxserve.model.batch import TokenBatch
-from jaxserve.model.config import ModelConfig
+from jaxserve.model.config import LayerConfig, ModelConfig
 from jaxserve.model.layers import attention_block, mlp_block, rms_norm
 from jaxserve.model.params import Params
 from jaxserve.model.rope import rope_tables
@@ -53,16 +53,22 @@ def forward(
     if len(kv) != config.num_layers:
         raise ShapeError(f"the pool has {len(kv)} layers, the model {config.num_layers}")
     x_TD = embed(params, batch.token_ids_T)
-    rope = rope_tables(batch.positions_T, rope=config.rope, head_dim=config.head_dim)
+    # One table for each kind of RoPE, not one a layer.
+    tables = {
+        rope: rope_tables(batch.positions_T, rope=rope, head_dim=config.head_dim)
+        for rope in dict.fromkeys(layer.rope for layer in config.layers)
+        if rope is not None
+    }
     new_kv = []
-    for index, kv_C2KRH in enumerate(kv):
+    for index, (kv_C2KRH, layer_config) in enumerate(zip(kv, config.layers, strict=True)):
         new_kv_C2KRH, x_TD = layer(
             params["layers"][str(index)],
             kv_C2KRH,
             x_TD,
             batch=batch,
-            rope=rope,
+            rope=None if layer_config.rope is None else tables[layer_config.rope],
             config=config,
+            layer_config=layer_config,
             num_single_rows=num_single_rows,
             tile=tile,
             attention=attention,
@@ -71,16 +77,19 @@ def forward(
     return tuple(new_kv), x_TD
 
 
-# An inner jit: traced and lowered once for all layers, inlined when compiled.
-@functools.partial(jax.jit, static_argnames=("config", "num_single_rows", "tile", "attention"))
+# An inner jit: traced and lowered once for all layers of a kind, inlined when compiled.
+@functools.partial(
+    jax.jit, static_argnames=("config", "layer_config", "num_single_rows", "tile", "attention")
+)
 def layer(
     params: Params,
     kv_C2KRH: jax.Array,
     x_TD: jax.Array,
     *,
     batch: TokenBatch,
-    rope: tuple[jax.Array, jax.Array],
+    rope: tuple[jax.Array, jax.Array] | None,
     config: ModelConfig,
+    layer_config: LayerConfig,
     num_single_rows: int,
     tile: int,
     attention: Impl,
@@ -93,6 +102,7 @@ def layer(
         batch=batch,
         rope=rope,
         config=config,
+        layer_config=layer_config,
         num_single_rows=num_single_rows,
         tile=tile,
         attention=attention,

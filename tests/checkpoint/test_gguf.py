@@ -73,7 +73,12 @@ def test_q_and_k_rows_come_back_in_order_for_every_grouping(
     tmp_path: Path, heads: tuple[int, int]
 ) -> None:
     config = dataclasses.replace(
-        T1, num_heads=heads[0], num_kv_heads=heads[1], num_layers=1, attention_bias=True
+        T1,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        layers=T1.layers[:1],
+        qkv_bias=True,
+        o_bias=True,
     )
     weights = make_weights(config)
     file = write_gguf(tmp_path / "m.gguf", config, weights)
@@ -263,7 +268,7 @@ def test_one_error_names_every_tensor_at_fault(tmp_path: Path) -> None:
 def test_neutral_settings_are_taken(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"rope.scaling.type": "none", "expert_count": 0}
     file = write_gguf(tmp_path / "m.gguf", T1, make_weights(T1), GgufRecipe(keys=keys))
-    assert GgufSource(file).load_header().config.rope == T1.rope
+    assert GgufSource(file).load_header().config.layers == T1.layers
 
 
 @pytest.mark.parametrize("add_bos", [None, False, True])

@@ -16,6 +16,7 @@ from jaxserve.checkpoint.gguf_file import TensorEntry, open_gguf
 from jaxserve.checkpoint.registry import DEMO_NAME, find_model
 from jaxserve.checkpoint.safetensors import HfFolderSource
 from jaxserve.errors import CheckpointError
+from jaxserve.model.config import RopeConfig
 from tests.checkpoint.writers import T1, make_weights, write_gguf, write_hf
 
 
@@ -79,7 +80,7 @@ def test_the_demo_model_is_what_its_file_says() -> None:
     assert (config.num_layers, config.hidden_size, config.mlp_size) == (30, 576, 1536)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
     assert (config.vocab_size, config.max_position, config.tied_head) == (49152, 8192, True)
-    assert config.rope.theta == 100000.0
+    assert config.layers[0].rope == RopeConfig(theta=100000.0)
     assert (header.name, header.quantization, header.eos_ids) == (
         DEMO_NAME,
         "Q4_1",

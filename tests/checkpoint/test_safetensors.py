@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from jaxserve.checkpoint.header import NumpyParams, SamplingDefaults
 from jaxserve.checkpoint.safetensors import HfFolderSource
 from jaxserve.errors import CheckpointError
+from jaxserve.model.config import RopeConfig
 from tests.checkpoint.writers import T1, Weights, make_weights, write_hf, write_index
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -76,7 +77,9 @@ def test_every_stored_dtype_comes_in_the_dtype_asked_for(
 
 
 def test_biases_are_loaded(tmp_path: Path) -> None:
-    config = dataclasses.replace(T1, attention_bias=True, mlp_bias=True, num_layers=1)
+    config = dataclasses.replace(
+        T1, qkv_bias=True, o_bias=True, mlp_bias=True, layers=T1.layers[:1]
+    )
     biased = make_weights(config)
     params = HfFolderSource(write_hf(tmp_path / "m", config, biased)).load_params(np.float32)
     layer = params["layers"]["0"]
@@ -221,7 +224,7 @@ def test_rope_theta_is_read_in_both_forms(
     tmp_path: Path, weights: Weights, settings: dict[str, Any], theta: float
 ) -> None:
     folder = write_hf(tmp_path / "m", T1, weights, settings=settings)
-    assert HfFolderSource(folder).load_header().config.rope.theta == theta
+    assert HfFolderSource(folder).load_header().config.layers[0].rope == RopeConfig(theta=theta)
 
 
 @pytest.mark.parametrize(

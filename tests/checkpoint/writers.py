@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.layout import stored_names, stored_shape
-from jaxserve.model.config import ModelConfig, RopeConfig
+from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.text.backends import CONTROL_TYPE
 from tests.text.vocabularies import CHAT_TEMPLATE, MERGES, SPECIALS, byte_backend
 
@@ -21,14 +21,13 @@ T1 = ModelConfig(
     architecture="llama",
     vocab_size=271,
     hidden_size=64,
-    num_layers=2,
     num_heads=8,
     num_kv_heads=2,
     head_dim=16,
     mlp_size=96,
     max_position=256,
     norm_eps=1e-5,
-    rope=RopeConfig(theta=5000.0),
+    layers=(LayerConfig(rope=RopeConfig(theta=5000.0)),) * 2,
     tied_head=False,
 )
 Weights = dict[str, np.ndarray]
@@ -40,8 +39,15 @@ def make_weights(config: ModelConfig, *, seed: int = 0) -> Weights:
     weights = {}
     for path, name in stored_names(config).items():
         normal = rng.normal(size=stored_shape(path, config)).astype(np.float32)
-        weights[name.hf] = 0.3 * normal + (1.0 if path.endswith("norm_D") else 0.0)
+        weights[name.hf] = 0.3 * normal + (1.0 if "norm_" in path else 0.0)
     return {name: array.astype(np.float32) for name, array in weights.items()}
+
+
+def rope_of(config: ModelConfig) -> RopeConfig:
+    """The RoPE of the first layer."""
+    rope = config.layers[0].rope
+    assert rope is not None
+    return rope
 
 
 def hf_settings(config: ModelConfig) -> dict[str, Any]:
@@ -57,9 +63,9 @@ def hf_settings(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": config.mlp_size,
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
+        "rope_theta": rope_of(config).theta,
         "tie_word_embeddings": config.tied_head,
-        "attention_bias": config.attention_bias,
+        "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
         "hidden_act": "silu",
         "eos_token_id": 1,
@@ -171,7 +177,7 @@ def _add_keys(writer: gguf.GGUFWriter, config: ModelConfig, recipe: GgufRecipe) 
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.norm_eps,
-        "rope.freq_base": config.rope.theta,
+        "rope.freq_base": rope_of(config).theta,
         "rope.dimension_count": config.head_dim,
     }
     for name, value in (values | dict(recipe.keys)).items():

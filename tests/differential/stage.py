@@ -9,7 +9,7 @@ import jax
 from jaxserve.config import Config
 from jaxserve.engine import Engine, EngineState, ServedModel
 from jaxserve.metrics import Metrics
-from jaxserve.model.config import ModelConfig, RopeConfig
+from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import Params, init_params
 from jaxserve.request import GenerationRequest, Request, SamplingParams, SequenceState
 from jaxserve.runner.runner import Runner
@@ -21,14 +21,13 @@ MODEL = ModelConfig(
     architecture="llama",
     vocab_size=131,
     hidden_size=48,
-    num_layers=3,
     num_heads=8,
     num_kv_heads=2,
     head_dim=16,
     mlp_size=112,
     max_position=128,
     norm_eps=1e-5,
-    rope=RopeConfig(theta=10000.0),
+    layers=(LayerConfig(rope=RopeConfig(theta=10000.0)),) * 3,
     tied_head=False,
 )
 EOS_ID = 130

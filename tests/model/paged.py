@@ -9,7 +9,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from jaxserve.kernels.paged_attention import Impl
-from jaxserve.model.config import ModelConfig, RopeConfig
+from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import Params
 from jaxserve.model.transformer import TokenBatch, forward, logits
 
@@ -18,14 +18,13 @@ T1 = ModelConfig(
     architecture="llama",
     vocab_size=131,
     hidden_size=48,
-    num_layers=3,
     num_heads=8,
     num_kv_heads=2,
     head_dim=16,
     mlp_size=112,
     max_position=256,
     norm_eps=1e-5,
-    rope=RopeConfig(),
+    layers=(LayerConfig(rope=RopeConfig()),) * 3,
     tied_head=False,
 )
 

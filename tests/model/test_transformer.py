@@ -12,7 +12,7 @@ import pytest
 from jax import numpy as jnp
 
 from jaxserve.errors import ShapeError
-from jaxserve.model.config import ModelConfig, RopeConfig
+from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import Params, abstract_params, init_params, num_param_bytes
 from jaxserve.model.transformer import logits
 from tests.model import paged
@@ -25,9 +25,13 @@ from tests.oracle import oracle_logits
 # activations are rounded to 8 bits at each product; measured 1.3e-2 to 2.4e-2 over four seeds.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-2}
 
-BIASED = dataclasses.replace(T1, tied_head=True, attention_bias=True, mlp_bias=True)
+BIASED = dataclasses.replace(T1, tied_head=True, qkv_bias=True, o_bias=True, mlp_bias=True)
 CAPPED = dataclasses.replace(
-    T1, window=7, attention_scale=24**-0.5, attention_soft_cap=2.0, final_soft_cap=3.0
+    T1,
+    layers=(LayerConfig(rope=RopeConfig(), window=7),) * 3,
+    attention_scale=24**-0.5,
+    attention_soft_cap=2.0,
+    final_soft_cap=3.0,
 )
 CONFIGS = {"T1": T1, "tied and biased": BIASED, "window, scale and caps": CAPPED}
 PAGES = (31, 5, 17, 2, 9, 30, 12, 7, 3, 22)  # the last page of the pool first
@@ -60,12 +64,12 @@ def test_chunks_and_decode_give_the_oracles_logits(config: ModelConfig) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"window": 8},
-        {"window": 6},
+        {"layers": (LayerConfig(rope=RopeConfig(), window=8),) * 3},
+        {"layers": (LayerConfig(rope=RopeConfig(), window=6),) * 3},
         {"attention_scale": None},
         {"attention_soft_cap": None},
         {"final_soft_cap": None},
-        {"rope": RopeConfig(theta=9000.0)},
+        {"layers": (LayerConfig(rope=RopeConfig(theta=9000.0), window=7),) * 3},
         {"norm_eps": 1e-3},
     ],
     ids=lambda change: next(iter(change)),
@@ -83,9 +87,10 @@ def test_logits_equal_those_of_hf_transformers(name: str) -> None:
     options = weights.MODELS[name]
     config = dataclasses.replace(
         T1,
-        rope=RopeConfig(theta=options["rope_theta"]),
+        layers=(LayerConfig(rope=RopeConfig(theta=options["rope_theta"])),) * 3,
         tied_head=options["tie_word_embeddings"],
-        attention_bias=options.get("attention_bias", False),
+        qkv_bias=options.get("attention_bias", False),
+        o_bias=options.get("attention_bias", False),
         mlp_bias=options.get("mlp_bias", False),
     )
     model = PagedModel(params_of_hf_names(config), config)

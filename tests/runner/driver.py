@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxserve.config import Config
 from jaxserve.metrics import Metrics
-from jaxserve.model.config import ModelConfig, RopeConfig
+from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import Params, init_params
 from jaxserve.plan import Chunk, InFlight, PageCopy, RowLoad, StepPlan, StepResult
 from jaxserve.request import SamplingParams
@@ -21,14 +21,13 @@ MODEL = ModelConfig(
     architecture="llama",
     vocab_size=131,
     hidden_size=32,
-    num_layers=2,
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
     mlp_size=48,
     max_position=64,
     norm_eps=1e-5,
-    rope=RopeConfig(theta=10000.0),
+    layers=(LayerConfig(rope=RopeConfig(theta=10000.0)),) * 2,
     tied_head=True,
 )
 PAGE_SIZE = 4
@@ -221,7 +220,9 @@ def oracle_logits(params: Params, tokens: Sequence[int]) -> np.ndarray:
     weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     x_TD = weights["embedding_VD"][list(tokens)]
     T, half = len(tokens), MODEL.head_dim // 2
-    angles = np.arange(T)[:, None] * MODEL.rope.theta ** (-np.arange(half) / half)
+    rope = MODEL.layers[0].rope
+    assert rope is not None
+    angles = np.arange(T)[:, None] * rope.theta ** (-np.arange(half) / half)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
 
     def rotate(x: np.ndarray) -> np.ndarray:
