@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxserve.checkpoint.gguf_config import read_model_config, read_tokenizer
+from jaxserve.checkpoint.gguf_config import read_model_config
 from jaxserve.checkpoint.gguf_file import GgufFile, TensorEntry, open_gguf
+from jaxserve.checkpoint.gguf_tokenizer import read_tokenizer
 from jaxserve.checkpoint.header import (
     ModelHeader,
     NumpyParams,
@@ -19,10 +20,10 @@ from jaxserve.checkpoint.header import (
 from jaxserve.checkpoint.layout import (
     check_tensors,
     check_vocab,
-    load_all,
     stored_names,
     stored_shape,
 )
+from jaxserve.checkpoint.load import load_all
 from jaxserve.errors import CheckpointError
 from jaxserve.model.config import ModelConfig
 

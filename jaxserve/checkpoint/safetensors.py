@@ -26,10 +26,10 @@ from jaxserve.checkpoint.layout import (
     MODEL_NAMES,
     check_tensors,
     check_vocab,
-    load_all,
     stored_names,
     stored_shape,
 )
+from jaxserve.checkpoint.load import load_all
 from jaxserve.errors import CheckpointError
 from jaxserve.model.config import ModelConfig
 from jaxserve.text.hf_folder import load_tokenizer, read_json_object
