@@ -20,8 +20,9 @@ from jaxserve.checkpoint.header import (
 from jaxserve.checkpoint.layout import (
     check_tensors,
     check_vocab,
-    stored_names,
-    stored_shape,
+    gguf_sources,
+    join_parts,
+    stored_shapes,
 )
 from jaxserve.checkpoint.load import load_all
 from jaxserve.errors import CheckpointError
@@ -86,10 +87,12 @@ class GgufSource:
     def load_params(self, dtype: WeightDtype, progress: Progress | None = None) -> NumpyParams:
         """Returns the weights, dequantized in float32 and then brought to `dtype`."""
         config, file = self._config, self._file
-        entries = {path: file.tensors[name.gguf] for path, name in stored_names(config).items()}
+        sources = gguf_sources(config)
 
         def read(path: str) -> np.ndarray:
-            stored = read_tensor(file.buffer, entries[path])
+            stored = join_parts(
+                sources[path], lambda name: read_tensor(file.buffer, file.tensors[name])
+            )
             heads = PERMUTED_HEADS.get(path.rpartition("/")[2])
             return unpermute(stored, getattr(config, heads)) if heads else stored
 
@@ -97,7 +100,9 @@ class GgufSource:
             config,
             dtype,
             read=read,
-            num_bytes=lambda path: num_stored_bytes(entries[path]),
+            num_bytes=lambda path: sum(
+                num_stored_bytes(file.tensors[part.name]) for part in sources[path]
+            ),
             progress=progress,
         )
 
@@ -111,7 +116,7 @@ class GgufSource:
         check_stored_types(self._file)
         check_tensors(
             {name: entry.shape for name, entry in self._file.tensors.items()},
-            {name.gguf: stored_shape(path, config) for path, name in stored_names(config).items()},
+            stored_shapes(gguf_sources(config), config),
             where=str(self.path),
             other_problems=_storage_problems(self._file),
         )

@@ -6,105 +6,327 @@ A stored weight is [out, in]; ours is [in, out] with the heads split: a table fo
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.model.config import MAX_EOS_IDS, ModelConfig
+from jaxserve.model.config import MAX_EOS_IDS, LayerConfig, ModelConfig
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
-class StoredName:
-    """One parameter's name in each format; `{}` is the layer's index."""
+class StoredPart:
+    """A stored tensor, or some rows of one, that goes into a parameter.
 
-    hf: str
-    gguf: str
+    Attributes:
+      rows: [first, end) of a tensor that several parameters share; None is all.
+      add: added to every number, in float32.
+    """
+
+    name: str
+    rows: tuple[int, int] | None = None
+    add: float = 0.0
 
 
-# By the last part of the parameter's path.
-MODEL_NAMES = {
-    "embedding_VD": StoredName(hf="model.embed_tokens.weight", gguf="token_embd.weight"),
-    "final_norm_D": StoredName(hf="model.norm.weight", gguf="output_norm.weight"),
-    "head_VD": StoredName(hf="lm_head.weight", gguf="output.weight"),
+# A parameter's stored parts, by its path; several are stacked on a new first axis.
+Sources = dict[str, tuple[StoredPart, ...]]
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class HfNames:
+    """How a family names its tensors in Hugging Face files.
+
+    Attributes:
+      norms: of a layer's norms, by parameter.
+      router: of a layer of experts.
+      expert: of gate, up and down of one; `{}` is its index.
+      is_fused: q, k and v are one tensor's rows, and so are gate and up.
+      norm_add: norms are stored as what is to be added to this.
+    """
+
+    norms: Mapping[str, str]
+    router: str = "mlp.gate.weight"
+    expert: tuple[str, str, str] = (
+        "mlp.experts.{}.gate_proj.weight",
+        "mlp.experts.{}.up_proj.weight",
+        "mlp.experts.{}.down_proj.weight",
+    )
+    is_fused: bool = False
+    norm_add: float = 0.0
+
+
+PRE_NORMS = {
+    "attn_norm_D": "input_layernorm.weight",
+    "mlp_norm_D": "post_attention_layernorm.weight",
 }
-LAYER_NAMES = {
-    "attn_norm_D": StoredName(hf="input_layernorm.weight", gguf="attn_norm.weight"),
-    "q_DNH": StoredName(hf="self_attn.q_proj.weight", gguf="attn_q.weight"),
-    "k_DKH": StoredName(hf="self_attn.k_proj.weight", gguf="attn_k.weight"),
-    "v_DKH": StoredName(hf="self_attn.v_proj.weight", gguf="attn_v.weight"),
-    "o_NHD": StoredName(hf="self_attn.o_proj.weight", gguf="attn_output.weight"),
-    "mlp_norm_D": StoredName(hf="post_attention_layernorm.weight", gguf="ffn_norm.weight"),
-    "gate_DF": StoredName(hf="mlp.gate_proj.weight", gguf="ffn_gate.weight"),
-    "up_DF": StoredName(hf="mlp.up_proj.weight", gguf="ffn_up.weight"),
-    "down_FD": StoredName(hf="mlp.down_proj.weight", gguf="ffn_down.weight"),
+POST_NORMS = {
+    "attn_post_norm_D": "post_attention_layernorm.weight",
+    "mlp_post_norm_D": "post_feedforward_layernorm.weight",
 }
-QKV_BIAS_NAMES = {
-    "q_bias_NH": StoredName(hf="self_attn.q_proj.bias", gguf="attn_q.bias"),
-    "k_bias_KH": StoredName(hf="self_attn.k_proj.bias", gguf="attn_k.bias"),
-    "v_bias_KH": StoredName(hf="self_attn.v_proj.bias", gguf="attn_v.bias"),
+GEMMA_NAMES = HfNames(
+    norms={
+        "attn_norm_D": "input_layernorm.weight",
+        "mlp_norm_D": "pre_feedforward_layernorm.weight",
+        **POST_NORMS,
+    },
+    norm_add=1.0,
+)
+LLAMA_NAMES = HfNames(norms=PRE_NORMS)
+# By `ModelConfig.architecture`.
+HF_NAMES = {
+    "llama": LLAMA_NAMES,
+    "mistral": LLAMA_NAMES,
+    "qwen2": LLAMA_NAMES,
+    "qwen3": LLAMA_NAMES,
+    "smollm3": LLAMA_NAMES,
+    "qwen3_moe": LLAMA_NAMES,
+    "gemma2": GEMMA_NAMES,
+    "gemma3": GEMMA_NAMES,
+    "olmo2": HfNames(norms=POST_NORMS),
+    "phi3": HfNames(norms=PRE_NORMS, is_fused=True),
+    "mixtral": HfNames(
+        norms=PRE_NORMS,
+        router="block_sparse_moe.gate.weight",
+        expert=(
+            "block_sparse_moe.experts.{}.w1.weight",
+            "block_sparse_moe.experts.{}.w3.weight",
+            "block_sparse_moe.experts.{}.w2.weight",
+        ),
+    ),
 }
-O_BIAS_NAMES = {"o_bias_D": StoredName(hf="self_attn.o_proj.bias", gguf="attn_output.bias")}
-MLP_BIAS_NAMES = {
-    "gate_bias_F": StoredName(hf="mlp.gate_proj.bias", gguf="ffn_gate.bias"),
-    "up_bias_F": StoredName(hf="mlp.up_proj.bias", gguf="ffn_up.bias"),
-    "down_bias_D": StoredName(hf="mlp.down_proj.bias", gguf="ffn_down.bias"),
+HF_EMBEDDING, HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HF_MODEL = {
+    "embedding_VD": HF_EMBEDDING,
+    "final_norm_D": "model.norm.weight",
+    "head_VD": HF_HEAD,
 }
+HF_LAYER = {
+    "q_DNH": "self_attn.q_proj.weight",
+    "k_DKH": "self_attn.k_proj.weight",
+    "v_DKH": "self_attn.v_proj.weight",
+    "o_NHD": "self_attn.o_proj.weight",
+    "q_bias_NH": "self_attn.q_proj.bias",
+    "k_bias_KH": "self_attn.k_proj.bias",
+    "v_bias_KH": "self_attn.v_proj.bias",
+    "o_bias_D": "self_attn.o_proj.bias",
+    "q_norm_H": "self_attn.q_norm.weight",
+    "k_norm_H": "self_attn.k_norm.weight",
+    "q_norm_NH": "self_attn.q_norm.weight",
+    "k_norm_KH": "self_attn.k_norm.weight",
+    "gate_DF": "mlp.gate_proj.weight",
+    "up_DF": "mlp.up_proj.weight",
+    "down_FD": "mlp.down_proj.weight",
+    "gate_bias_F": "mlp.gate_proj.bias",
+    "up_bias_F": "mlp.up_proj.bias",
+    "down_bias_D": "mlp.down_proj.bias",
+}
+GGUF_MODEL = {
+    "embedding_VD": "token_embd.weight",
+    "final_norm_D": "output_norm.weight",
+    "head_VD": "output.weight",
+}
+GGUF_LAYER = {
+    "q_DNH": "attn_q.weight",
+    "k_DKH": "attn_k.weight",
+    "v_DKH": "attn_v.weight",
+    "o_NHD": "attn_output.weight",
+    "q_bias_NH": "attn_q.bias",
+    "k_bias_KH": "attn_k.bias",
+    "v_bias_KH": "attn_v.bias",
+    "o_bias_D": "attn_output.bias",
+    "q_norm_H": "attn_q_norm.weight",
+    "k_norm_H": "attn_k_norm.weight",
+    "q_norm_NH": "attn_q_norm.weight",
+    "k_norm_KH": "attn_k_norm.weight",
+    "attn_norm_D": "attn_norm.weight",
+    "attn_post_norm_D": "post_attention_norm.weight",
+    "mlp_norm_D": "ffn_norm.weight",
+    "mlp_post_norm_D": "post_ffw_norm.weight",
+    "gate_DF": "ffn_gate.weight",
+    "up_DF": "ffn_up.weight",
+    "down_FD": "ffn_down.weight",
+    "gate_bias_F": "ffn_gate.bias",
+    "up_bias_F": "ffn_up.bias",
+    "down_bias_D": "ffn_down.bias",
+    "router_DE": "ffn_gate_inp.weight",
+    "gate_EDF": "ffn_gate_exps.weight",
+    "up_EDF": "ffn_up_exps.weight",
+    "down_EFD": "ffn_down_exps.weight",
+}
+# Architectures whose GGUF files store q, k and v as one tensor, and gate and up as another.
+FUSED_GGUF = frozenset({"phi3"})
 
 
-def stored_names(config: ModelConfig) -> dict[str, StoredName]:
-    """Returns the stored name of each parameter, by the parameter's path."""
-    names = {path: name for path, name in MODEL_NAMES.items() if path != "head_VD"}
-    if not config.tied_head:
-        names["head_VD"] = MODEL_NAMES["head_VD"]
-    layer = dict(LAYER_NAMES)
-    layer |= QKV_BIAS_NAMES if config.qkv_bias else {}
-    layer |= O_BIAS_NAMES if config.o_bias else {}
-    layer |= MLP_BIAS_NAMES if config.mlp_bias else {}
-    for i in range(config.num_layers):
-        for leaf, name in layer.items():
-            names[f"layers/{i}/{leaf}"] = StoredName(
-                hf=f"model.layers.{i}.{name.hf}", gguf=f"blk.{i}.{name.gguf}"
+def hf_sources(config: ModelConfig) -> Sources:
+    """Returns the parts of each parameter in Hugging Face files."""
+    names = HF_NAMES[config.architecture]
+    layer = {**HF_LAYER, **names.norms, "router_DE": names.router}
+    experts = dict(zip(("gate_EDF", "up_EDF", "down_EFD"), names.expert, strict=True))
+    num_experts = config.experts.num_experts if config.experts else 0
+    sources: Sources = {}
+    for path in _param_paths(config):
+        index, leaf = _split_path(path)
+        add = names.norm_add if "_norm_" in leaf else 0.0
+        if index is None:
+            sources[path] = (StoredPart(name=HF_MODEL[leaf], add=add),)
+            continue
+        prefix = f"model.layers.{index}."
+        if leaf in experts:
+            sources[path] = tuple(
+                StoredPart(name=prefix + experts[leaf].format(e)) for e in range(num_experts)
             )
-    return names
+            continue
+        fused = _fused_rows(leaf, config) if names.is_fused else None
+        if fused is not None:
+            kind, rows = fused
+            name = "self_attn.qkv_proj.weight" if kind == "qkv" else "mlp.gate_up_proj.weight"
+            sources[path] = (StoredPart(name=prefix + name, rows=rows),)
+        else:
+            sources[path] = (StoredPart(name=prefix + layer[leaf], add=add),)
+    return sources
 
 
-def stored_shape(path: str, config: ModelConfig) -> tuple[int, ...]:
-    """Returns the [out, in] shape that a checkpoint must store for this parameter."""
+def gguf_sources(config: ModelConfig) -> Sources:
+    """Returns the parts of each parameter in a GGUF file."""
+    is_fused = config.architecture in FUSED_GGUF
+    sources: Sources = {}
+    for path in _param_paths(config):
+        index, leaf = _split_path(path)
+        if index is None:
+            sources[path] = (StoredPart(name=GGUF_MODEL[leaf]),)
+            continue
+        fused = _fused_rows(leaf, config) if is_fused else None
+        if fused is not None:
+            kind, rows = fused
+            name = "attn_qkv.weight" if kind == "qkv" else "ffn_up.weight"
+            sources[path] = (StoredPart(name=f"blk.{index}.{name}", rows=rows),)
+        else:
+            sources[path] = (StoredPart(name=f"blk.{index}.{GGUF_LAYER[leaf]}"),)
+    return sources
+
+
+def _param_paths(config: ModelConfig) -> list[str]:
+    """Returns the paths of `abstract_params`, which imports jax; a header does without."""
+    paths = ["embedding_VD", "final_norm_D"] + ([] if config.tied_head else ["head_VD"])
+    for index, layer in enumerate(config.layers):
+        paths += [f"layers/{index}/{leaf}" for leaf in _layer_params(config, layer)]
+    return paths
+
+
+def _layer_params(config: ModelConfig, layer: LayerConfig) -> list[str]:
+    leaves = ["attn_norm_D"] if config.pre_norms else []
+    leaves += ["q_DNH", "k_DKH", "v_DKH", "o_NHD"]
+    leaves += ["q_bias_NH", "k_bias_KH", "v_bias_KH"] if config.qkv_bias else []
+    leaves += ["o_bias_D"] if config.o_bias else []
+    leaves += ["q_norm_H", "k_norm_H"] if config.qk_norm == "head" else []
+    leaves += ["q_norm_NH", "k_norm_KH"] if config.qk_norm == "all" else []
+    leaves += ["attn_post_norm_D"] if config.post_norms else []
+    leaves += ["mlp_norm_D"] if config.pre_norms else []
+    leaves += ["mlp_post_norm_D"] if config.post_norms else []
+    if layer.mlp == "experts":
+        return [*leaves, "router_DE", "gate_EDF", "up_EDF", "down_EFD"]
+    leaves += ["gate_DF", "up_DF", "down_FD"]
+    return leaves + (["gate_bias_F", "up_bias_F", "down_bias_D"] if config.mlp_bias else [])
+
+
+def _split_path(path: str) -> tuple[str | None, str]:
+    """Returns the layer's index and the parameter: "layers/3/q_DNH" is ("3", "q_DNH")."""
+    folder, _, leaf = path.rpartition("/")
+    return (folder.removeprefix("layers/") if folder else None), leaf
+
+
+def _fused_rows(
+    leaf: str, config: ModelConfig
+) -> tuple[Literal["qkv", "gate_up"], tuple[int, int]] | None:
+    """Returns which fused tensor a parameter is part of, and its rows there."""
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    match leaf:
+        case "q_DNH":
+            return "qkv", (0, q_rows)
+        case "k_DKH":
+            return "qkv", (q_rows, q_rows + kv_rows)
+        case "v_DKH":
+            return "qkv", (q_rows + kv_rows, q_rows + 2 * kv_rows)
+        case "gate_DF":
+            return "gate_up", (0, config.mlp_size)
+        case "up_DF":
+            return "gate_up", (config.mlp_size, 2 * config.mlp_size)
+    return None
+
+
+def stored_shapes(sources: Sources, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the whole shape of each stored tensor, [out, in] for a weight."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, parts in sources.items():
+        shape = _stored_shape(path, config)
+        for part in parts:
+            first, *rest = shape[1:] if len(parts) > 1 else shape
+            if part.rows is not None:
+                first = max(part.rows[1], *shapes.get(part.name, (0,))[:1])
+            shapes[part.name] = (first, *rest)
+    return shapes
+
+
+def _stored_shape(path: str, config: ModelConfig) -> tuple[int, ...]:
+    """Returns the shape that a parameter's parts make up."""
+    experts = config.experts
     sizes = {
         "V": config.vocab_size,
         "D": config.hidden_size,
-        "F": config.mlp_size,
+        "F": experts.mlp_size if experts and path.endswith(("_EDF", "_EFD")) else config.mlp_size,
         "N": config.num_heads,
         "K": config.num_kv_heads,
         "H": config.head_dim,
+        "E": experts.num_experts if experts else 0,
     }
     match path.rpartition("_")[2]:
         case "DNH" | "DKH" as letters:
             return sizes[letters[1]] * sizes["H"], sizes["D"]
         case "NHD":
             return sizes["D"], sizes["N"] * sizes["H"]
-        case "DF" | "FD" as letters:
+        case "DF" | "FD" | "DE" as letters:
             return sizes[letters[1]], sizes[letters[0]]
+        case "EDF" | "EFD" as letters:
+            return sizes["E"], sizes[letters[2]], sizes[letters[1]]
         case "NH" | "KH" as letters:
             return (sizes[letters[0]] * sizes["H"],)
         case letters:
             return tuple(sizes[letter] for letter in letters)
 
 
+def join_parts(parts: Sequence[StoredPart], read: Callable[[str], np.ndarray]) -> np.ndarray:
+    """Returns a parameter's parts as one stored array; a view where it is one tensor as it is.
+
+    Args:
+      read: a whole stored tensor by its name.
+    """
+    arrays = []
+    for part in parts:
+        array = read(part.name)
+        if part.rows is not None:
+            array = array[part.rows[0] : part.rows[1]]
+        if part.add:
+            array = array.astype(np.float32) + np.float32(part.add)
+        arrays.append(array)
+    return arrays[0] if len(arrays) == 1 else np.stack(arrays)
+
+
 def to_param(stored: np.ndarray, path: str, config: ModelConfig) -> np.ndarray:
-    """Returns a stored array in its parameter's shape (a view, except where rows are padded)."""
+    """Returns joined parts in their parameter's shape (a view, except where rows are padded)."""
     D, H = config.hidden_size, config.head_dim
     match path.rpartition("_")[2]:
         case "DNH" | "DKH":
             return stored.reshape(-1, H, D).transpose(2, 0, 1)
         case "NHD":
             return stored.reshape(D, -1, H).transpose(1, 2, 0)
-        case "DF" | "FD":
+        case "DF" | "FD" | "DE":
             return stored.T
+        case "EDF" | "EFD":
+            return stored.swapaxes(1, 2)
         case "NH" | "KH":
             return stored.reshape(-1, H)
         case "VD" if config.padded_vocab_size > config.vocab_size:

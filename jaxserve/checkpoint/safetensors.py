@@ -23,11 +23,13 @@ from jaxserve.checkpoint.header import (
 )
 from jaxserve.checkpoint.hf_config import read_model_config
 from jaxserve.checkpoint.layout import (
-    MODEL_NAMES,
+    HF_EMBEDDING,
+    HF_HEAD,
     check_tensors,
     check_vocab,
-    stored_names,
-    stored_shape,
+    hf_sources,
+    join_parts,
+    stored_shapes,
 )
 from jaxserve.checkpoint.load import load_all
 from jaxserve.errors import CheckpointError
@@ -40,7 +42,6 @@ MAX_NAME_LEN = 200  # systems refuse to look at a name of more than 255 bytes
 STORED_DTYPES = ("F32", "F16", "BF16")
 # Old checkpoints store the RoPE table, which follows from rope_theta.
 DERIVED_TENSORS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-HEAD_NAME, EMBEDDING_NAME = MODEL_NAMES["head_VD"].hf, MODEL_NAMES["embedding_VD"].hf
 
 
 class TensorView(Protocol):
@@ -104,22 +105,27 @@ class HfFolderSource:
     def load_params(self, dtype: WeightDtype, progress: Progress | None = None) -> NumpyParams:
         """Returns the weights in `dtype`, from the mapped files."""
         config = self._config
-        tensors = {path: name.hf for path, name in stored_names(config).items()}
+        sources = hf_sources(config)
         with contextlib.ExitStack() as stack:
             files = {
                 file: stack.enter_context(_open(file))
-                for file in {self._tensors[name].file for name in tensors.values()}
+                for file in {
+                    self._tensors[part.name].file for parts in sources.values() for part in parts
+                }
             }
 
             def read(path: str) -> np.ndarray:
-                name = tensors[path]
-                return files[self._tensors[name].file].get_tensor(name)
+                return join_parts(
+                    sources[path], lambda name: files[self._tensors[name].file].get_tensor(name)
+                )
 
             return load_all(
                 config,
                 dtype,
                 read=read,
-                num_bytes=lambda path: _num_bytes(self._tensors[tensors[path]]),
+                num_bytes=lambda path: sum(
+                    _num_bytes(self._tensors[part.name]) for part in sources[path]
+                ),
                 progress=progress,
             )
 
@@ -142,10 +148,8 @@ class HfFolderSource:
         config = dataclasses.replace(config, tied_head=self._decide_tied(config))
         found = {name: tensor.shape for name, tensor in self._tensors.items()}
         if config.tied_head:
-            found.pop(HEAD_NAME, None)  # it equals the embedding
-        wanted = {
-            name.hf: stored_shape(path, config) for path, name in stored_names(config).items()
-        }
+            found.pop(HF_HEAD, None)  # it equals the embedding
+        wanted = stored_shapes(hf_sources(config), config)
         dtypes = sorted(
             f"{name} is {tensor.dtype}, supported are {', '.join(STORED_DTYPES)}"
             for name, tensor in self._tensors.items()
@@ -160,11 +164,11 @@ class HfFolderSource:
         A head that is there and differs is used whatever the flag says; one that equals the
         embedding is not loaded twice if the flag says tied. Without a head the flag must say tied.
         """
-        head, embedding = self._tensors.get(HEAD_NAME), self._tensors.get(EMBEDDING_NAME)
+        head, embedding = self._tensors.get(HF_HEAD), self._tensors.get(HF_EMBEDDING)
         if head is None:
             if not config.tied_head:
                 raise CheckpointError(
-                    f"{self.path} has no {HEAD_NAME}, but config.json says that the head is not "
+                    f"{self.path} has no {HF_HEAD}, but config.json says that the head is not "
                     "tied to the embedding; set tie_word_embeddings to true if it is, or get the "
                     "missing file"
                 )
@@ -174,8 +178,8 @@ class HfFolderSource:
         if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
             return False
         with _open(head.file) as head_file, _open(embedding.file) as embedding_file:
-            stored_head = head_file.get_tensor(HEAD_NAME)
-            return bool(np.array_equal(stored_head, embedding_file.get_tensor(EMBEDDING_NAME)))
+            stored_head = head_file.get_tensor(HF_HEAD)
+            return bool(np.array_equal(stored_head, embedding_file.get_tensor(HF_EMBEDDING)))
 
 
 def _num_bytes(tensor: StoredTensor) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from safetensors.numpy import save_file
 
-from jaxserve.checkpoint.layout import stored_names, stored_shape
+from jaxserve.checkpoint.layout import gguf_sources, hf_sources, join_parts, stored_shapes
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.text.backends import CONTROL_TYPE
 from tests.text.vocabularies import CHAT_TEMPLATE, MERGES, SPECIALS, byte_backend
@@ -37,9 +37,9 @@ def make_weights(config: ModelConfig, *, seed: int = 0) -> Weights:
     """Random stored arrays by Hugging Face name; norms around 1."""
     rng = np.random.default_rng(seed)
     weights = {}
-    for path, name in stored_names(config).items():
-        normal = rng.normal(size=stored_shape(path, config)).astype(np.float32)
-        weights[name.hf] = 0.3 * normal + (1.0 if "norm_" in path else 0.0)
+    for name, shape in stored_shapes(hf_sources(config), config).items():
+        normal = rng.normal(size=shape).astype(np.float32)
+        weights[name] = 0.3 * normal + (1.0 if "norm" in name else 0.0)
     return {name: array.astype(np.float32) for name, array in weights.items()}
 
 
@@ -137,16 +137,17 @@ def write_gguf(
         writer.add_custom_alignment(recipe.alignment)
     _add_keys(writer, config, recipe)
     _add_tokenizer(writer, recipe)
-    for parameter, name in stored_names(config).items():
-        if name.gguf in recipe.leave_out:
+    hf = hf_sources(config)
+    for parameter, (part,) in gguf_sources(config).items():
+        if part.name in recipe.leave_out:
             continue
-        stored = weights[name.hf]
+        stored = join_parts(hf[parameter], weights.__getitem__)
         leaf = parameter.rpartition("/")[2]
         if leaf.startswith("q_"):
             stored = permute(stored, config.num_heads)
         if leaf.startswith("k_"):
             stored = permute(stored, config.num_kv_heads)
-        _add_tensor(writer, name.gguf, stored, recipe.kind)
+        _add_tensor(writer, part.name, stored, recipe.kind)
     for name_, array in recipe.extra.items():
         writer.add_tensor(name_, array)
     writer.write_header_to_file()
