@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 
 from jaxserve.cli import exit_codes
-from jaxserve.cli.options import add_model_options
+from jaxserve.cli.options import add_model_options, read_config
 from jaxserve.cli.progress import StartProgress
-from jaxserve.config import load_config
 from jaxserve.engine import Delta, Finished, ServedModel, Stream
 from jaxserve.engine.limits import merge_sampling
 from jaxserve.errors import ConfigError, InvalidRequestError
@@ -97,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     """Loads, generates, writes; returns the exit code."""
     from jaxserve.engine.start import load_engine  # here: it needs nothing of jax before
 
-    config = load_config(options.config, flags={"model.dtype": options.dtype})
+    config = read_config(options).config
     prompt = _read_prompt(options)
     started_s = time.monotonic()
     with StartProgress(is_quiet=options.quiet) as progress:

@@ -3,8 +3,7 @@
 import argparse
 
 from jaxserve.cli import exit_codes
-from jaxserve.cli.options import add_model_options
-from jaxserve.config import load_config
+from jaxserve.cli.options import add_model_options, read_config
 
 EPILOG = """\
 examples:
@@ -42,11 +41,6 @@ def run(options: argparse.Namespace) -> int:
     from jaxserve.engine.start import load_engine
     from jaxserve.server.lifecycle import serve  # here: grpc, for this command only
 
-    flags = {
-        "model.dtype": options.dtype,
-        "server.host": options.host,
-        "server.port": options.port,
-    }
-    config = load_config(options.config, flags=flags)
+    config = read_config(options).config
     has_failed = serve(lambda: load_engine(options.model, config), config) != 0
     return exit_codes.INTERNAL if has_failed else exit_codes.OK

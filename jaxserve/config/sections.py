@@ -1,0 +1,201 @@
+"""The sections of the configuration: every key with its meaning, its default and what is allowed.
+
+The defaults equal `configs/cpu.toml`, where each number says where it was measured. Nothing here is
+changed after start-up.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pydantic
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+class Section(pydantic.BaseModel):
+    """A table of the file: frozen, finite, and an unknown key is an error."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """The model as it is served."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
+        "auto",
+        description="Weights and activations. auto: bfloat16 where the machine is fast at it.",
+    )
+    max_model_tokens: int | None = pydantic.Field(
+        None, ge=2, description="Longest prompt + output. Unset: min(model, pool)."
+    )
+
+
+class KVSection(Section):
+    """The paged KV pool."""
+
+    page_size: int = pydantic.Field(16, ge=1, le=1024, description="Tokens of a page.")
+    dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
+        "auto", description="auto: the model's dtype."
+    )
+    pool_bytes: int | None = pydantic.Field(
+        None, ge=1, description="Bytes of the pool. Unset: 1 GiB on CPU, what is free elsewhere."
+    )
+    num_pages: int | None = pydantic.Field(
+        None, ge=2, description="Pages of the pool, page 0 (padding) among them; over pool_bytes."
+    )
+    reserve: Literal["on_demand", "max_length"] = pydantic.Field(
+        "on_demand",
+        description="When a sequence takes its pages: as it grows, or all at admission (ablation).",
+    )
+
+
+class SchedulerSection(Section):
+    """Which requests run, and how many tokens a step computes."""
+
+    batching: Literal["continuous", "static"] = pydantic.Field(
+        "continuous", description="static: a new batch only when the last one is done (ablation)."
+    )
+    chunked_prefill: bool = pydantic.Field(
+        True, description="Split prompts over steps, beside decoding rows."
+    )
+    max_seqs: int = pydantic.Field(32, ge=1, le=4096, description="Sequences running at once.")
+    max_chunks: int = pydantic.Field(
+        4, ge=1, le=64, description="Sequences that compute more than one token in one step."
+    )
+    max_step_tokens: int | None = pydantic.Field(
+        None,
+        ge=1,
+        description="Token budget of a step. Unset: max_seqs + the largest chunk bucket.",
+    )
+
+
+def _expand_geometric(sizes: object) -> object:
+    """`{first = 2, last = 32, ratio = 2}` stands for [2, 4, 8, 16, 32]."""
+    match sizes:
+        case {"first": int(first), "last": int(last), "ratio": int(ratio), **rest}:
+            if rest or first < 1 or ratio < 2 or last < first:
+                raise ValueError("a geometric list needs 1 ≤ first ≤ last, ratio ≥ 2, no more")
+            steps = range(last.bit_length())  # ratio is at least 2
+            return [first * ratio**n for n in steps if first * ratio**n <= last]
+    return sizes
+
+
+def _check_rising(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if not sizes or any(size < 1 for size in sizes) or list(sizes) != sorted(set(sizes)):
+        raise ValueError("must be a rising list of sizes ≥ 1, such as [2, 8, 32]")
+    return sizes
+
+
+# A list of sizes; in a file, a variable or a flag also `{first = 2, last = 32, ratio = 2}`.
+Sizes = Annotated[
+    tuple[int, ...],
+    pydantic.BeforeValidator(_expand_geometric),
+    pydantic.AfterValidator(_check_rising),
+    pydantic.WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1},
+                {
+                    "type": "object",
+                    "description": "Geometric: first, first * ratio, … up to last.",
+                    "properties": {
+                        "first": {"type": "integer", "minimum": 1},
+                        "last": {"type": "integer", "minimum": 1},
+                        "ratio": {"type": "integer", "minimum": 2},
+                    },
+                    "required": ["first", "last", "ratio"],
+                    "additionalProperties": False,
+                },
+            ]
+        }
+    ),
+]
+
+
+class BucketsSection(Section):
+    """The padded shapes that are compiled at start-up."""
+
+    decode_seqs: Sizes = pydantic.Field(
+        (2, 4, 8, 16, 32), description="One-token rows; max_seqs is always added."
+    )
+    chunk_tokens: Sizes = pydantic.Field(
+        (64, 128, 256), description="Prompt tokens of a step; the largest is the chunk size."
+    )
+    chunk_decode_seqs: Sizes = pydantic.Field(
+        (8,), description="Decode sizes that chunks are combined with; max_seqs is always added."
+    )
+    chunk_tile: int = pydantic.Field(
+        16, ge=1, le=256, description="Chunks are laid out in tiles of this many tokens."
+    )
+    capture: bool = pydantic.Field(
+        True, description="Off: one maximal bucket of each kind (ablation)."
+    )
+
+
+class RunnerSection(Section):
+    """How steps reach the device."""
+
+    overlap: bool = pydantic.Field(
+        True, description="Launch step n+1 before step n's result is read."
+    )
+    attention: Literal["auto", "reference", "xla"] = pydantic.Field(
+        "auto", description="Attention implementation; auto is xla."
+    )
+    compile_threads: int = pydantic.Field(2, ge=1, le=64, description="Threads that compile.")
+    cache_dir: Path | None = pydantic.Field(
+        None, description="Compilation cache. Unset: jaxserve/ in the user's cache folder."
+    )
+    forbid_recompile: bool = pydantic.Field(
+        False, description="Raise where a program is compiled after warm-up (tests); else counted."
+    )
+
+
+class LimitsSection(Section):
+    """Every limit is finite and is enforced at submit."""
+
+    max_waiting_requests: int = pydantic.Field(256, ge=1, description="Queue length.")
+    max_waiting_tokens: int = pydantic.Field(
+        1 << 20, ge=1, description="Prompt tokens in the queue."
+    )
+    queue_timeout_s: float = pydantic.Field(600.0, gt=0, description="Longest wait for admission.")
+    max_prompt_bytes: int = pydantic.Field(4 * MIB, ge=1, description="UTF-8 bytes of a prompt.")
+    max_stop_strings: int = pydantic.Field(16, ge=0, description="Stop strings of a request.")
+    max_stop_string_bytes: int = pydantic.Field(1024, ge=1, description="UTF-8 bytes of one.")
+    max_stop_token_ids: int = pydantic.Field(64, ge=0, description="Stop ids of a request.")
+    max_logit_bias: int = pydantic.Field(300, ge=0, description="Biased ids of a request.")
+    max_request_id_bytes: int = pydantic.Field(
+        256, ge=1, description="UTF-8 bytes of a request id."
+    )
+    max_chat_messages: int = pydantic.Field(1024, ge=1, description="Turns of a conversation.")
+    stream_buffer_bytes: int = pydantic.Field(
+        1 * MIB, ge=1, description="Unread output of one stream before it is ended."
+    )
+    max_message_bytes: int = pydantic.Field(
+        16 * MIB, ge=1, description="Largest gRPC message received or sent."
+    )
+    max_open_calls: int = pydantic.Field(
+        1024, ge=1, description="RPCs open at once over all connections."
+    )
+
+
+class ServerSection(Section):
+    """Where the gRPC front end listens."""
+
+    host: str = pydantic.Field("127.0.0.1", min_length=1, description="Address to bind.")
+    port: int = pydantic.Field(50051, ge=0, le=65535, description="0 picks a free one.")
+    drain_timeout_s: float = pydantic.Field(
+        30.0, ge=0, description="After SIGTERM, how long running requests may finish."
+    )
+
+
+class Config(Section):
+    """All of it."""
+
+    model: ModelSection = ModelSection()
+    kv: KVSection = KVSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    buckets: BucketsSection = BucketsSection()
+    runner: RunnerSection = RunnerSection()
+    limits: LimitsSection = LimitsSection()
+    server: ServerSection = ServerSection()
