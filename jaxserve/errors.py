@@ -1,4 +1,4 @@
-"""Every error jaxserve raises on purpose. The gRPC status of each is in server/status.py.
+"""Every error jaxserve raises on purpose. server/status.py has the status of each.
 
 JaxserveError
 ├── ConfigError              a configuration value is wrong
@@ -8,6 +8,7 @@ JaxserveError
 ├── RecompileError           a shape was compiled after warm-up
 ├── RequestError             something about one request; the request ends, nothing else does
 │   ├── InvalidRequestError      a field's value is not allowed
+│   │   └── ContextLengthError       prompt and output are longer than the model's context
 │   ├── UnsupportedError         a field or option this version refuses by name
 │   ├── ModelNotFoundError       no such served model
 │   ├── DuplicateRequestError    a request with this id is in flight
@@ -64,6 +65,12 @@ class InvalidRequestError(RequestError):
     """A field's value is not allowed."""
 
     reason = "INVALID_FIELD"
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and output are longer together than the model's context."""
+
+    reason = "CONTEXT_LENGTH_EXCEEDED"
 
 
 class UnsupportedError(RequestError):

@@ -17,7 +17,7 @@ from jaxserve.engine.fields import (
     refusal,
 )
 from jaxserve.engine.served_model import ServedModel
-from jaxserve.errors import InvalidRequestError, NoChatTemplateError
+from jaxserve.errors import ContextLengthError, InvalidRequestError, NoChatTemplateError
 from jaxserve.request import (
     ChatPrompt,
     FinishReason,
@@ -54,6 +54,7 @@ def resolve(
 
     Raises:
       InvalidRequestError: a value is not allowed; names field, value, what is allowed, the fix.
+      ContextLengthError: prompt and output do not fit the context.
       NoChatTemplateError: a conversation for a model without a template.
     """
     request_id = _check_id(asked.id, limits)
@@ -62,14 +63,14 @@ def resolve(
     prompt = tokenize(asked.prompt, model=model, tokenizer=tokenizer, limits=limits)
     rest = longest - len(prompt)
     if rest < 1:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"the prompt is {len(prompt)} tokens, but with at least one token of output this "
             f"model's limit is {longest}; shorten it to {longest - 1}",
             field=prompt_field(asked.prompt),
         )
     max_tokens = rest if sampling.max_tokens is None else sampling.max_tokens
     if max_tokens > rest:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"max_tokens is {max_tokens}, but after a prompt of {len(prompt)} tokens this model's "
             f"limit of {longest} leaves {rest}; lower it, or leave it unset for all",
             field="stop.max_tokens",
@@ -208,7 +209,7 @@ def _check_token_ids(prompt: Sequence[int], model: ServedModel) -> tuple[int, ..
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise refusal(prompt, "prompt", "text, token ids or a conversation")
     if len(prompt) > model.max_model_tokens:  # before each id is looked at
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"the prompt is {len(prompt)} tokens, but this model's limit is "
             f"{model.max_model_tokens}; shorten it",
             field=field,

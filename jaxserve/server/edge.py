@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from jaxserve.config import LimitsSection
 from jaxserve.errors import InvalidRequestError, JaxserveError, QueueFullError
-from jaxserve.server.status import build_status
+from jaxserve.server.rich_status import build_status
 
 logger = logging.getLogger(__name__)
 

@@ -1,18 +1,23 @@
-"""The one table from an error to its gRPC status, and the status with its details."""
+"""The one table from an error to its status: the gRPC code, the HTTP status, the reason."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Final
-
-import grpc
-from google.protobuf import any_pb2, duration_pb2
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
+from typing import Final, Literal
 
 from jaxserve import errors
 
-DOMAIN: Final = "jaxserve"
-MAX_MESSAGE_LEN: Final = 500  # characters; message and details travel in headers of 8 KiB
+Code = Literal[
+    "INVALID_ARGUMENT",
+    "UNIMPLEMENTED",
+    "NOT_FOUND",
+    "ALREADY_EXISTS",
+    "FAILED_PRECONDITION",
+    "RESOURCE_EXHAUSTED",
+    "DEADLINE_EXCEEDED",
+    "INTERNAL",
+    "UNAVAILABLE",
+]
+"""Names of grpc.StatusCode: this table is also read where there is no gRPC."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -20,35 +25,39 @@ class Row:
     """How one kind of error leaves the server.
 
     Attributes:
+      code: the gRPC status.
+      http: the HTTP status.
       reason: of ErrorInfo; None takes the error's own.
       message: sent instead of the error's own, where that speaks of the server's insides.
     """
 
-    code: grpc.StatusCode
+    code: Code
+    http: int
     reason: str | None = None
     message: str | None = None
 
 
-_CODE = grpc.StatusCode
-_INTERNAL = Row(
-    _CODE.INTERNAL, "INTERNAL", "the server failed; its log has more under this request id"
+_INTERNAL: Final = Row(
+    "INTERNAL", 500, "INTERNAL", "the server failed; its log has more under this request id"
 )
-_ENGINE_DEAD = Row(
-    _CODE.INTERNAL, "ENGINE_DEAD", "the engine failed and the server is going down; ask another"
+_ENGINE_DEAD: Final = Row(
+    "INTERNAL", 500, "ENGINE_DEAD", "the engine failed and the server is going down; ask another"
 )
 
 # UNAVAILABLE stands once: clients repeat such a call on their own, so nothing may have begun.
+# A field that is not supported is 400, not 501: the OpenAI SDKs repeat every 5xx, for nothing here.
 TABLE: Final[Mapping[type[errors.JaxserveError], Row]] = {
-    errors.InvalidRequestError: Row(_CODE.INVALID_ARGUMENT),
-    errors.UnsupportedError: Row(_CODE.UNIMPLEMENTED),
-    errors.ModelNotFoundError: Row(_CODE.NOT_FOUND),
-    errors.DuplicateRequestError: Row(_CODE.ALREADY_EXISTS),
-    errors.NoChatTemplateError: Row(_CODE.FAILED_PRECONDITION),
-    errors.QueueFullError: Row(_CODE.RESOURCE_EXHAUSTED),
-    errors.SlowReaderError: Row(_CODE.RESOURCE_EXHAUSTED),
-    errors.DeadlineError: Row(_CODE.DEADLINE_EXCEEDED),
-    errors.NumericsError: Row(_CODE.INTERNAL),
-    errors.NotServingError: Row(_CODE.UNAVAILABLE, "NOT_SERVING"),
+    errors.InvalidRequestError: Row("INVALID_ARGUMENT", 400),
+    errors.ContextLengthError: Row("INVALID_ARGUMENT", 400),
+    errors.UnsupportedError: Row("UNIMPLEMENTED", 400),
+    errors.ModelNotFoundError: Row("NOT_FOUND", 404),
+    errors.DuplicateRequestError: Row("ALREADY_EXISTS", 409),
+    errors.NoChatTemplateError: Row("FAILED_PRECONDITION", 400),
+    errors.QueueFullError: Row("RESOURCE_EXHAUSTED", 429),
+    errors.SlowReaderError: Row("RESOURCE_EXHAUSTED", 429),
+    errors.DeadlineError: Row("DEADLINE_EXCEEDED", 504),
+    errors.NumericsError: Row("INTERNAL", 500),
+    errors.NotServingError: Row("UNAVAILABLE", 503, "NOT_SERVING"),
     errors.EngineDeadError: _ENGINE_DEAD,
     # faults of the server: none of these should reach a call
     errors.ConfigError: _INTERNAL,
@@ -61,52 +70,23 @@ TABLE: Final[Mapping[type[errors.JaxserveError], Row]] = {
 }
 
 
-def build_status(error: Exception, *, request_id: str) -> grpc.Status:
-    """Returns the status of an error, for `abort_with_status`.
-
-    Args:
-      error: any; what is not ours is INTERNAL and says nothing of itself.
-      request_id: goes into ErrorInfo; empty where there is none yet.
-    """
-    row = find_row(error)
-    message = row.message or str(error)
-    if len(message) > MAX_MESSAGE_LEN:
-        message = f"{message[:MAX_MESSAGE_LEN]}…"
-    is_public = row.message is None
-    field = error.field if is_public and isinstance(error, errors.RequestError) else ""
-    facts = {"request_id": request_id, "field": field}
-    details = [
-        _pack(
-            error_details_pb2.ErrorInfo(
-                reason=row.reason or getattr(error, "reason", "INTERNAL"),
-                domain=DOMAIN,
-                metadata={key: value for key, value in facts.items() if value},
-            )
-        )
-    ]
-    if field:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
-        details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
-    if isinstance(error, errors.QueueFullError):
-        delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
-        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
-    return rpc_status.to_status(
-        status_pb2.Status(code=row.code.value[0], message=message, details=details)
-    )
-
-
 def find_row(error: Exception) -> Row:
     """Returns the row of the error's class or of the nearest class it comes from."""
     rows = (TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
     return next(rows, _INTERNAL)
 
 
-def _pack(
-    detail: error_details_pb2.ErrorInfo
-    | error_details_pb2.BadRequest
-    | error_details_pb2.RetryInfo,
-) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(detail)
-    return packed
+def find_reason(error: Exception) -> str:
+    """Returns the word that clients may branch on."""
+    return find_row(error).reason or str(getattr(error, "reason", "INTERNAL"))
+
+
+def public_message(error: Exception) -> str:
+    """Returns what a client is told: the error's own text, unless that is the server's affair."""
+    return find_row(error).message or str(error)
+
+
+def public_field(error: Exception) -> str:
+    """Returns the request's field at fault as the proto spells it; empty where there is none."""
+    is_public = find_row(error).message is None
+    return error.field if is_public and isinstance(error, errors.RequestError) else ""

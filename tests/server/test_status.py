@@ -9,7 +9,8 @@ from google.rpc import error_details_pb2, status_pb2
 from jaxserve import errors
 from jaxserve.client import ServerError
 from jaxserve.client.errors import CLASSES, read_error
-from jaxserve.server.status import DOMAIN, TABLE, build_status, find_row
+from jaxserve.server.rich_status import DOMAIN, build_status
+from jaxserve.server.status import TABLE, find_row
 
 OURS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
 
@@ -32,8 +33,16 @@ def test_nothing_else_is_in_the_table() -> None:
     assert set(OURS) == TABLE.keys()
 
 
+def test_every_code_is_one_of_grpc_and_every_http_status_an_error() -> None:
+    for row in TABLE.values():
+        assert grpc.StatusCode[row.code] is not grpc.StatusCode.OK
+        assert (400 <= row.http < 500) != (
+            row.code in ("INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+        )
+
+
 def test_only_not_serving_is_unavailable() -> None:
-    unavailable = [kind for kind, row in TABLE.items() if row.code is grpc.StatusCode.UNAVAILABLE]
+    unavailable = [kind for kind, row in TABLE.items() if row.code == "UNAVAILABLE"]
     assert unavailable == [errors.NotServingError]
 
 
@@ -49,6 +58,7 @@ def test_reasons_are_api() -> None:
     reasons = {kind.__name__: row.reason or kind.reason for kind, row in TABLE.items()}  # type: ignore[attr-defined]
     assert {name: reason for name, reason in reasons.items() if reason != "INTERNAL"} == {
         "InvalidRequestError": "INVALID_FIELD",
+        "ContextLengthError": "CONTEXT_LENGTH_EXCEEDED",
         "UnsupportedError": "UNSUPPORTED",
         "ModelNotFoundError": "MODEL_NOT_FOUND",
         "DuplicateRequestError": "DUPLICATE_REQUEST_ID",
@@ -121,8 +131,9 @@ def test_the_client_reads_back_what_the_server_meant(kind: type[errors.JaxserveE
         error.field = "sampling.seed"
     read = read_error(fail(build_status(error, request_id="r9")))
     row = TABLE[kind]
-    assert isinstance(read, CLASSES.get(row.code, ServerError))
-    assert (read.code, str(read)) == (row.code, row.message or "why")
+    code = grpc.StatusCode[row.code]
+    assert isinstance(read, CLASSES.get(code, ServerError))
+    assert (read.code, str(read)) == (code, row.message or "why")
     assert read.request_id == "r9"
     assert read.reason == (row.reason or getattr(error, "reason", None))
     is_told = isinstance(error, errors.RequestError) and row.message is None
