@@ -88,6 +88,7 @@ class Stream:
         self._num_bytes = 0
         self._end: Finished | JaxserveError | None = None
         self._is_cancelled = False
+        self._on_end: Callable[[], None] | None = None
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         # the reader's own
         self._has_read_start = False
@@ -129,6 +130,9 @@ class Stream:
                 self._texts.append(last_text)
             self._end = end
             self._wake()
+            on_end = self._on_end
+        if on_end is not None:
+            on_end()
 
     def _wake(self) -> None:
         self._changed.notify_all()
@@ -157,6 +161,18 @@ class Stream:
                 yield self._take()
         finally:
             self.cancel()
+
+    def call_at_end(self, on_end: Callable[[], None]) -> None:
+        """Has `on_end` called once at the end, by the engine's thread; now, where it has ended.
+
+        Who waits for many streams learns so which of them ended. It must be quick, and not raise.
+        """
+        with self._changed:
+            assert self._on_end is None, "a stream has one reader"
+            self._on_end = on_end
+            has_ended = self._end is not None
+        if has_ended:
+            on_end()
 
     def cancel(self) -> None:
         """Asks the engine to end the request; nothing happens where it has ended."""

@@ -72,6 +72,22 @@ def test_events_come_in_order_and_unread_output_is_one_delta() -> None:
     assert list(stream) == []
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_who_waits_for_many_streams_is_told_of_an_end_once(is_late: bool) -> None:
+    stream = Source().stream
+    calls: list[str] = []
+    if is_late:
+        stream.finish(FINISHED)
+    stream.call_at_end(lambda: calls.append("end"))
+    if not is_late:
+        stream.start()
+        stream.put(ord("a"), text="a")
+        assert calls == []
+        stream.finish(FINISHED)
+    assert calls == ["end"]
+    assert list(stream)[-1] == FINISHED
+
+
 def test_the_reader_decodes_and_gets_what_was_held_back_at_the_end() -> None:
     stream = Source(decoder=Letters()).stream
     stream.start()
