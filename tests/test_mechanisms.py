@@ -27,7 +27,10 @@ from tests.runner.driver import CONFIG, MODEL, tiny_params
 CONFIGS = Path(__file__).parent.parent / "configs"
 MAX_MODEL_TOKENS = 40
 # Keys with a choice that take nothing away: a precision, an implementation, a way to fail.
-NOT_MECHANISMS = {"model.dtype", "kv.dtype", "runner.attention", "runner.forbid_recompile"}
+NOT_MECHANISMS = {
+    "model.dtype", "kv.dtype", "runner.attention", "runner.forbid_recompile", "metrics.prefix",
+    "log.format",
+}  # fmt: skip
 SPARE = Mechanism(
     name="spare",
     purpose="A mechanism that exists only here.",

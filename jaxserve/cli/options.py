@@ -16,6 +16,10 @@ _FLAGS: Final[Mapping[str, str]] = {
     "model.dtype": "dtype",
     "server.host": "host",
     "server.port": "port",
+    "metrics.port": "metrics_port",
+    "metrics.host": "metrics_host",
+    "metrics.prefix": "metrics_prefix",
+    "log.format": "log_format",
 }
 
 
@@ -58,6 +62,26 @@ def add_config_options(parser: argparse.ArgumentParser, *, log_level: str) -> No
         default=log_level,
         help="of the log on stderr (default: %(default)s)",
     )
+    parser.add_argument(
+        "--log-format", choices=("text", "json"), help="of the log on stderr; over log.format"
+    )
+
+
+def add_metrics_options(parser: argparse.ArgumentParser) -> None:
+    """Adds `--metrics-port`, `--metrics-host` and `--metrics-prefix`."""
+    group = parser.add_argument_group("metrics over HTTP (docs/metrics.md)")
+    group.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="N",
+        help="serve them here; 0 picks a free port; over metrics.port (default: not served)",
+    )
+    group.add_argument("--metrics-host", metavar="H", help="address to bind; over metrics.host")
+    group.add_argument(
+        "--metrics-prefix",
+        choices=("jaxserve", "vllm"),
+        help="vllm serves vLLM's names; over metrics.prefix",
+    )
 
 
 def read_config(options: argparse.Namespace) -> Resolved:
@@ -77,6 +101,7 @@ def read_config(options: argparse.Namespace) -> Resolved:
     for key, name in _FLAGS.items():
         value = getattr(options, name, None)
         if value is not None and key in flags:
+            name = name.replace("_", "-")
             raise ConfigError(f"--{name} and --set {key} set the same key; leave one out")
         if value is not None:
             flags[key] = value

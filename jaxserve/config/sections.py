@@ -189,6 +189,33 @@ class ServerSection(Section):
     )
 
 
+class MetricsSection(Section):
+    """Where and under which names the metrics are read (docs/metrics.md)."""
+
+    port: int | None = pydantic.Field(
+        None,
+        ge=0,
+        le=65535,
+        description="HTTP port of the metrics; 0 picks a free one. Unset: none.",
+    )
+    host: str = pydantic.Field("127.0.0.1", min_length=1, description="Address to bind.")
+    prefix: Literal["jaxserve", "vllm"] = pydantic.Field(
+        "jaxserve",
+        description="vllm: what vLLM has too goes by its names, for tools that read those.",
+    )
+
+
+class LogSection(Section):
+    """The log on stderr; its level is a flag of each command."""
+
+    format: Literal["text", "json"] = pydantic.Field(
+        "text", description="text: a line of key=value; json: an object a line."
+    )
+    interval_s: float = pydantic.Field(
+        10.0, ge=0, description="Between lines of throughput while requests run; 0 is off."
+    )
+
+
 class Config(Section):
     """All of it."""
 
@@ -199,3 +226,5 @@ class Config(Section):
     runner: RunnerSection = RunnerSection()
     limits: LimitsSection = LimitsSection()
     server: ServerSection = ServerSection()
+    metrics: MetricsSection = MetricsSection()
+    log: LogSection = LogSection()
