@@ -159,6 +159,27 @@ def active_mechanisms(
     return tuple(mechanism for mechanism in mechanisms if mechanism.is_on(config))
 
 
+def find_conflicts(
+    config: Config,
+    *,
+    mechanisms: tuple[Mechanism, ...] = MECHANISMS,
+    pairs: Mapping[frozenset[str], Pair] = PAIRS,
+) -> list[str]:
+    """Returns a line for each two mechanisms that are on and refused, or were never looked at."""
+    conflicts = []
+    active = active_mechanisms(config, mechanisms=mechanisms)
+    for first, second in itertools.combinations(active, 2):
+        pair = pairs.get(frozenset((first.name, second.name)))
+        if pair is None or pair.verdict == "refused":
+            reason = pair.note if pair else "this pair was never tested"
+            conflicts.append(
+                f"{first.name} and {second.name} do not go together: {reason}; "
+                f"set {first.key} = {json.dumps(first.off)} "
+                f"or {second.key} = {json.dumps(second.off)}"
+            )
+    return conflicts
+
+
 def check_mechanisms(
     config: Config,
     *,
@@ -170,14 +191,7 @@ def check_mechanisms(
     Raises:
       ConfigError: two that are on are refused together, or were never looked at together.
     """
-    active = active_mechanisms(config, mechanisms=mechanisms)
-    for first, second in itertools.combinations(active, 2):
-        pair = pairs.get(frozenset((first.name, second.name)))
-        if pair is None or pair.verdict == "refused":
-            reason = pair.note if pair else "this pair was never tested"
-            raise ConfigError(
-                f"{first.name} and {second.name} do not go together: {reason}; "
-                f"set {first.key} = {json.dumps(first.off)} "
-                f"or {second.key} = {json.dumps(second.off)}"
-            )
-    return active
+    conflicts = find_conflicts(config, mechanisms=mechanisms, pairs=pairs)
+    if conflicts:
+        raise ConfigError(conflicts[0])
+    return active_mechanisms(config, mechanisms=mechanisms)

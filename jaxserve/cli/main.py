@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 import jaxserve
-from jaxserve.cli import generate, serve
+from jaxserve.cli import config, generate, serve
 from jaxserve.cli.exit_codes import INTERNAL, INTERRUPTED, PIPE_CLOSED, REFUSED, USAGE
 from jaxserve.errors import (
     ConfigError,
@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     _set_up_logging(options.log_level)
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()  # here, where a full disk still has an exit code
+        return code
     except ConfigError as error:
         return _fail(error, USAGE)
     except (EngineDeadError, RecompileError, ShapeError) as error:
@@ -79,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     generate.add_parser(commands)
     serve.add_parser(commands)
+    config.add_parser(commands)
     return parser
 
 
