@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from jaxserve.checkpoint import registry
-from jaxserve.checkpoint.gguf import GgufSource, num_stored_bytes
+from jaxserve.checkpoint.gguf import GgufSource
 from jaxserve.checkpoint.gguf_file import TensorEntry, open_gguf
+from jaxserve.checkpoint.gguf_tensor import num_stored_bytes
 from jaxserve.checkpoint.registry import DEMO_NAME, find_model
 from jaxserve.checkpoint.safetensors import HfFolderSource
 from jaxserve.errors import CheckpointError

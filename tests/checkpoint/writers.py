@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from jaxserve.checkpoint.layout import gguf_sources, hf_sources, join_parts, stored_shapes
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.text.backends import CONTROL_TYPE
+from tests.checkpoint.gguf_writer import quantize
 from tests.text.vocabularies import CHAT_TEMPLATE, MERGES, SPECIALS, byte_backend
 
 # CASES T1: nothing is what it could be derived from, and the vocabulary needs padding.
@@ -163,7 +164,7 @@ def _add_tensor(
     if stored.ndim < 2 or kind is GGMLQuantizationType.F32:
         writer.add_tensor(name, stored)
     else:
-        writer.add_tensor(name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
+        writer.add_tensor(name, quantize(stored, kind), raw_dtype=kind)
 
 
 def _add_keys(writer: gguf.GGUFWriter, config: ModelConfig, recipe: GgufRecipe) -> None:
