@@ -315,23 +315,26 @@ def join_parts(parts: Sequence[StoredPart], read: Callable[[str], np.ndarray]) -
     return arrays[0] if len(arrays) == 1 else np.stack(arrays)
 
 
-def to_param(stored: np.ndarray, path: str, config: ModelConfig) -> np.ndarray:
-    """Returns joined parts in their parameter's shape (a view, except where rows are padded)."""
+def as_stored(param: np.ndarray, path: str, config: ModelConfig) -> np.ndarray:
+    """Returns a view of a parameter in the shape that its parts make up, without padded rows.
+
+    A view, so that stored rows can be written into it as they come.
+    """
     D, H = config.hidden_size, config.head_dim
     match path.rpartition("_")[2]:
         case "DNH" | "DKH":
-            return stored.reshape(-1, H, D).transpose(2, 0, 1)
+            return param.reshape(D, param.shape[1] * H).T
         case "NHD":
-            return stored.reshape(D, -1, H).transpose(1, 2, 0)
+            return param.reshape(param.shape[0] * H, D).T
         case "DF" | "FD" | "DE":
-            return stored.T
+            return param.T
         case "EDF" | "EFD":
-            return stored.swapaxes(1, 2)
+            return param.swapaxes(1, 2)
         case "NH" | "KH":
-            return stored.reshape(-1, H)
-        case "VD" if config.padded_vocab_size > config.vocab_size:
-            return np.pad(stored, ((0, config.padded_vocab_size - config.vocab_size), (0, 0)))
-    return stored
+            return param.reshape(-1)
+        case "VD":
+            return param[: config.vocab_size]
+    return param
 
 
 def check_tensors(

@@ -4,14 +4,11 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
-import ml_dtypes  # noqa: F401  (numpy learns bfloat16 from it)
 import numpy as np
-import safetensors
 
 from jaxserve.checkpoint.header import (
     ModelHeader,
@@ -25,13 +22,19 @@ from jaxserve.checkpoint.hf_config import read_model_config
 from jaxserve.checkpoint.layout import (
     HF_EMBEDDING,
     HF_HEAD,
+    StoredPart,
     check_tensors,
     check_vocab,
     hf_sources,
-    join_parts,
     stored_shapes,
 )
-from jaxserve.checkpoint.load import load_all
+from jaxserve.checkpoint.load import StoredFile, load_all
+from jaxserve.checkpoint.safetensors_file import (
+    STORED_DTYPES,
+    FileTable,
+    StoredTensor,
+    read_file_table,
+)
 from jaxserve.errors import CheckpointError
 from jaxserve.model.config import ModelConfig
 from jaxserve.text.hf_folder import load_tokenizer, read_json_object
@@ -39,33 +42,9 @@ from jaxserve.text.hf_folder import load_tokenizer, read_json_object
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_NAME_LEN = 200  # systems refuse to look at a name of more than 255 bytes
-STORED_DTYPES = ("F32", "F16", "BF16")
+COMPARED_BYTES = 1 << 22
 # Old checkpoints store the RoPE table, which follows from rope_theta.
 DERIVED_TENSORS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-
-
-class TensorView(Protocol):
-    """A tensor of a mapped file, not read."""
-
-    def get_shape(self) -> list[int]: ...
-    def get_dtype(self) -> str: ...
-
-
-class MappedFile(Protocol):
-    """What is used of `safetensors.safe_open`, which is not typed."""
-
-    def keys(self) -> list[str]: ...
-    def get_slice(self, name: str) -> TensorView: ...
-    def get_tensor(self, name: str) -> np.ndarray: ...
-
-
-@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
-class StoredTensor:
-    """Where a tensor lies."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class HfFolderSource:
@@ -103,29 +82,27 @@ class HfFolderSource:
         )
 
     def load_params(self, dtype: WeightDtype, progress: Progress | None = None) -> NumpyParams:
-        """Returns the weights in `dtype`, from the mapped files."""
-        config = self._config
+        """Returns the weights in `dtype`, read a few rows at a time."""
+        config, tensors = self._config, self._tensors
         sources = hf_sources(config)
         with contextlib.ExitStack() as stack:
             files = {
-                file: stack.enter_context(_open(file))
+                file: stack.enter_context(contextlib.closing(StoredFile(file)))
                 for file in {
-                    self._tensors[part.name].file for parts in sources.values() for part in parts
+                    tensors[part.name].file for parts in sources.values() for part in parts
                 }
             }
 
-            def read(path: str) -> np.ndarray:
-                return join_parts(
-                    sources[path], lambda name: files[self._tensors[name].file].get_tensor(name)
-                )
+            def read(path: str, part: StoredPart, rows: tuple[int, int]) -> np.ndarray:
+                tensor = tensors[part.name]
+                return read_rows(files[tensor.file], tensor, rows)
 
             return load_all(
                 config,
                 dtype,
+                sources=sources,
                 read=read,
-                num_bytes=lambda path: sum(
-                    _num_bytes(self._tensors[part.name]) for part in sources[path]
-                ),
+                num_bytes=lambda part: num_part_bytes(tensors[part.name], part),
                 progress=progress,
             )
 
@@ -177,13 +154,41 @@ class HfFolderSource:
             return False
         if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
             return False
-        with _open(head.file) as head_file, _open(embedding.file) as embedding_file:
-            stored_head = head_file.get_tensor(HF_HEAD)
-            return bool(np.array_equal(stored_head, embedding_file.get_tensor(HF_EMBEDDING)))
+        return _are_equal(head, embedding)
 
 
-def _num_bytes(tensor: StoredTensor) -> int:
-    return int(np.prod(tensor.shape)) * (4 if tensor.dtype == "F32" else 2)
+def num_part_bytes(tensor: StoredTensor, part: StoredPart) -> int:
+    """Returns the bytes of a part, which may be some rows of its tensor."""
+    if part.rows is None:
+        return tensor.num_bytes
+    return tensor.num_bytes // tensor.shape[0] * (part.rows[1] - part.rows[0])
+
+
+def read_rows(file: StoredFile, tensor: StoredTensor, rows: tuple[int, int]) -> np.ndarray:
+    """Returns rows [first, end) of a tensor as they are stored."""
+    first, end = rows
+    dtype = STORED_DTYPES[tensor.dtype]
+    row_bytes = math.prod(tensor.shape[1:]) * dtype.itemsize
+    read = file.read(tensor.offset + first * row_bytes, (end - first) * row_bytes)
+    rows_read: np.ndarray = read.view(dtype).reshape(end - first, *tensor.shape[1:])
+    return rows_read
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Returns whether two tensors hold the same bytes."""
+    with (
+        contextlib.closing(StoredFile(one.file)) as one_file,
+        contextlib.closing(StoredFile(other.file)) as other_file,
+    ):
+        for first in range(0, one.num_bytes, COMPARED_BYTES):
+            size = min(COMPARED_BYTES, one.num_bytes - first)
+            pieces = (
+                one_file.read(one.offset + first, size),
+                other_file.read(other.offset + first, size),
+            )
+            if not np.array_equal(*pieces):
+                return False
+    return True
 
 
 def _read_table(folder: Path) -> dict[str, StoredTensor]:
@@ -201,29 +206,34 @@ def _read_table(folder: Path) -> dict[str, StoredTensor]:
                 f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; give a folder with "
                 "safetensors weights (other formats are not supported)"
             )
-        return _read_file_table(folder / SINGLE_FILE)
+        return _checked({SINGLE_FILE: read_file_table(folder / SINGLE_FILE)}, [], folder)
     listed = _read_index(folder)
     by_file: dict[str, set[str]] = {}
     for name, file in listed.items():
         by_file.setdefault(file, set()).add(name)
-    problems: list[str] = []
-    table: dict[str, StoredTensor] = {}
     absent = sorted(file for file in by_file if not (folder / file).is_file())
-    problems += [f"{file} is missing, with {len(by_file[file])} tensors" for file in absent]
-    for file in sorted(by_file.keys() - set(absent)):
-        held = _read_file_table(folder / file)
-        problems += [f"{name} is not in {file}" for name in sorted(by_file[file] - held.keys())]
-        for name in sorted(held.keys() - by_file[file]):
+    problems = [f"{file} is missing, with {', '.join(sorted(by_file[file]))}" for file in absent]
+    tables = {file: read_file_table(folder / file) for file in sorted(by_file.keys() - set(absent))}
+    for file, table in tables.items():
+        held = table.tensors.keys()
+        problems += [f"{name} is not in {file}" for name in sorted(by_file[file] - held)]
+        for name in sorted(held - by_file[file]):
             other = listed.get(name)
             fault = f"in {file} and {other}" if other else f"in {file}, but not listed"
             problems.append(f"{name} is {fault}")
-        table |= {name: held[name] for name in by_file[file] & held.keys()}
+    return _checked(tables, problems, folder)
+
+
+def _checked(
+    tables: dict[str, FileTable], problems: list[str], folder: Path
+) -> dict[str, StoredTensor]:
+    """Returns the tensors of all files; refuses them if anything is wrong with one."""
+    problems = problems + [problem for table in tables.values() for problem in table.problems]
     if problems:
         raise CheckpointError(
-            f"the files of {folder} do not agree with {INDEX_FILE}: {'; '.join(problems)}; "
-            "get the folder again"
+            f"the weights of {folder} are not whole: {'; '.join(problems)}; get the folder again"
         )
-    return table
+    return {name: tensor for table in tables.values() for name, tensor in table.tensors.items()}
 
 
 def _read_index(folder: Path) -> dict[str, str]:
@@ -238,30 +248,3 @@ def _read_index(folder: Path) -> dict[str, str]:
                 "name"
             )
     return weight_map
-
-
-def _read_file_table(path: Path) -> dict[str, StoredTensor]:
-    with _open(path) as file:
-        table = {}
-        for name in file.keys():  # noqa: SIM118  (not a dict)
-            view = file.get_slice(name)
-            table[name] = StoredTensor(
-                file=path, shape=tuple(view.get_shape()), dtype=view.get_dtype()
-            )
-        return table
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[MappedFile]:
-    """Maps a file; the library checks its header against its length.
-
-    Raises:
-      CheckpointError: the file cannot be read, is cut off or is not safetensors.
-    """
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            yield file
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot read {path}: {error}; the file is cut off or damaged, get it again"
-        ) from error

@@ -159,8 +159,8 @@ def empty_the_index(folder: Path, _: Weights) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (delete_a_shard, r"model-00002-of-00003\.safetensors is missing, with 7 tensors"),
-        (cut_a_shard, r"model-00003-of-00003\.safetensors.*cut off or damaged"),
+        (delete_a_shard, r"model-00002-of-00003\.safetensors is missing, with .*q_proj\.weight"),
+        (cut_a_shard, r"model-00003-of-00003\.safetensors is cut off .* in or before .*\.weight"),
         (rename_a_tensor, r"embed_tokens\.weight is not in.*norm\.weigth is in .* not listed"),
         (store_a_tensor_twice, r"embed_tokens\.weight is in model-00002.* and model-00001"),
         (list_an_absent_tensor, r"model\.extra\.weight is not in model-00001"),
@@ -374,7 +374,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path, weights: Weights) -
         ("config.json", "{", r"cannot read .*config\.json"),
         ("config.json", "[]", "must be a JSON object"),
         ("model.safetensors", None, r"neither model\.safetensors nor"),
-        ("model.safetensors", "", r"cannot read .*model\.safetensors"),
+        ("model.safetensors", "", r"model\.safetensors has 0 bytes"),
     ):
         folder = tmp_path / "broken"
         shutil.rmtree(folder, ignore_errors=True)
