@@ -43,6 +43,7 @@ class Chunk:
       new_pages: pages this step adds to the end of the sequence's page table; empty when a
         `RowLoad` of the same plan carries the whole table.
       num_pages_before: entries of the page table before `new_pages`.
+      prompt_len: length of the sequence's prompt, without outputs; also after a preemption.
     """
 
     sequence_id: int
@@ -52,6 +53,7 @@ class Chunk:
     token_ids: tuple[int, ...] | None
     samples: bool
     output_index: int
+    prompt_len: int
     new_pages: tuple[int, ...] = ()
     num_pages_before: int = 0
 

@@ -15,7 +15,8 @@ H  head size      D  model size  F  MLP hidden size
 V  vocabulary, padded            L  layers
 E  experts; or entries of a sparse per-row list (biases)
   M  another small width (bans; queries of a KV head)
-J  candidates of a sampler's row
+J  candidates of a sampler's row; experts of a token
+I  (token, expert) pairs of a step
 """
 
 from typing import Protocol

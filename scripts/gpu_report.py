@@ -123,6 +123,7 @@ class Driver:
                 token_ids=(5,) * num_tokens,
                 samples=True,
                 output_index=0,
+                prompt_len=num_tokens,
             )
             start = time.perf_counter()
             self._runner.launch(StepPlan(step_id=self._take_step(), chunks=(chunk,))).result()
@@ -140,6 +141,7 @@ class Driver:
                 token_ids=(5,) if loads else None,
                 samples=True,
                 output_index=index,
+                prompt_len=self._kv_len,
             )
             for row in range(num_rows)
         )

@@ -37,6 +37,7 @@ def start(
         token_ids=prompt,
         samples=True,
         output_index=0,
+        prompt_len=len(prompt),
         num_pages_before=len(pages),
     )
     return StepPlan(step_id=1, chunks=(chunk,), row_loads=(load,))
@@ -51,6 +52,7 @@ def decode(sequence_id: int, *, row: int, position: int, output_index: int) -> C
         token_ids=None,
         samples=True,
         output_index=output_index,
+        prompt_len=3,
     )
 
 

@@ -2,6 +2,8 @@
 
 import flax.struct
 import jax
+import numpy as np
+from jax import numpy as jnp
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -22,6 +24,8 @@ class TokenBatch:
         anything.
       q_starts_X: position of the row's first token; anything in padding rows.
       q_lens_X: tokens of the row that count; 0 in padding rows.
+      prompt_lens_X: length of the prompt of the row's sequence, without its outputs; anything in
+        padding rows.
     """
 
     token_ids_T: jax.Array
@@ -31,3 +35,17 @@ class TokenBatch:
     page_table_XP: jax.Array
     q_starts_X: jax.Array
     q_lens_X: jax.Array
+    prompt_lens_X: jax.Array
+
+
+def spread_rows(value_X: jax.Array, *, num_single_rows: int, tile: int) -> jax.Array:
+    """Returns each token's share of what attention rows have: ``value_T``."""
+    return jnp.concatenate([value_X[:num_single_rows], jnp.repeat(value_X[num_single_rows:], tile)])
+
+
+def find_real_tokens(q_lens_X: jax.Array, *, num_single_rows: int, tile: int) -> jax.Array:
+    """Returns ``is_real_T``: False in padding tokens."""
+    num_tiles = q_lens_X.shape[0] - num_single_rows
+    offset_T = np.r_[np.zeros(num_single_rows), np.tile(np.arange(tile), num_tiles)]
+    lens_T = spread_rows(q_lens_X, num_single_rows=num_single_rows, tile=tile)
+    return jnp.asarray(offset_T, jnp.int32) < lens_T

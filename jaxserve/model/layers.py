@@ -1,9 +1,11 @@
-"""The parts of a decoder layer: norm, attention with its KV write, MLP.
+"""The parts of a decoder layer: norms, attention with its KV write, the dense MLP.
 
 The residual stream is float32 whatever the weights are: products are summed in float32 and added
 without rounding, and activations are rounded once, to the weights' dtype, on entry to a product.
 On CPU this costs nothing; in bfloat16 it keeps thirty layers of additions exact.
 """
+
+from typing import Literal
 
 import jax
 from jax import numpy as jnp
@@ -22,10 +24,60 @@ def rms_norm(x_TD: jax.Array, weight_D: jax.Array, *, eps: float) -> jax.Array:
     return x_TD * jax.lax.rsqrt(mean_square_T1 + eps) * weight_D[None, :]
 
 
+def normed_input(
+    params: Params, x_TD: jax.Array, part: Literal["attn", "mlp"], *, config: ModelConfig
+) -> jax.Array:
+    """Returns what a part of the layer reads of the residual stream."""
+    if not config.pre_norms:
+        return x_TD
+    return rms_norm(x_TD, params[f"{part}_norm_D"], eps=config.norm_eps)
+
+
+def normed_output(
+    params: Params, added_TD: jax.Array, part: Literal["attn", "mlp"], *, config: ModelConfig
+) -> jax.Array:
+    """Returns what a part of the layer adds to the residual stream."""
+    if not config.post_norms:
+        return added_TD
+    return rms_norm(added_TD, params[f"{part}_post_norm_D"], eps=config.norm_eps)
+
+
+def norm_heads(
+    params: Params, x_TNH: jax.Array, part: Literal["q", "k"], *, config: ModelConfig
+) -> jax.Array:
+    """Returns q or k normed: each head alone, or all heads of a token as one row."""
+    T, N, H = x_TNH.shape
+    match config.qk_norm:
+        case None:
+            return x_TNH
+        case "head":
+            y = rms_norm(x_TNH.reshape(T * N, H), params[f"{part}_norm_H"], eps=config.norm_eps)
+        case "all":
+            weight = params["q_norm_NH" if part == "q" else "k_norm_KH"].reshape(N * H)
+            y = rms_norm(x_TNH.reshape(T, N * H), weight, eps=config.norm_eps)
+    return y.reshape(T, N, H)
+
+
+def activate(gate_TF: jax.Array, *, config: ModelConfig) -> jax.Array:
+    """Returns the activation of the gate (GELU: Hendrycks & Gimpel 2016, §2)."""
+    match config.activation:
+        case "silu":
+            return jax.nn.silu(gate_TF)
+        case "gelu":
+            return jax.nn.gelu(gate_TF, approximate=False)
+        case "gelu_tanh":
+            return jax.nn.gelu(gate_TF, approximate=True)
+
+
+def soft_cap(x_BV: jax.Array, cap: float) -> jax.Array:
+    """Returns cap * tanh(x / cap): x near 0, never beyond ± cap."""
+    return cap * jnp.tanh(x_BV / cap)
+
+
 def attention_block(
     params: Params,
     kv_C2KRH: jax.Array,
-    x_TD: jax.Array,
+    y_TD: jax.Array,
     *,
     batch: TokenBatch,
     rope: tuple[jax.Array, jax.Array] | None,
@@ -35,9 +87,9 @@ def attention_block(
     tile: int,
     attention: Impl,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the pool with this step's K/V written, and what attention adds to the residual."""
+    """Returns the pool with this step's K/V written, and the attention's output."""
     weight_dtype = params["q_DNH"].dtype
-    y_TD = rms_norm(x_TD, params["attn_norm_D"], eps=config.norm_eps).astype(weight_dtype)
+    y_TD = y_TD.astype(weight_dtype)
     q_TNH = dot("TD,DNH->TNH", y_TD, params["q_DNH"])
     k_TKH = dot("TD,DKH->TKH", y_TD, params["k_DKH"])
     v_TKH = dot("TD,DKH->TKH", y_TD, params["v_DKH"])
@@ -45,6 +97,8 @@ def attention_block(
         q_TNH += params["q_bias_NH"][None].astype(jnp.float32)
         k_TKH += params["k_bias_KH"][None].astype(jnp.float32)
         v_TKH += params["v_bias_KH"][None].astype(jnp.float32)
+    q_TNH = norm_heads(params, q_TNH, "q", config=config)
+    k_TKH = norm_heads(params, k_TKH, "k", config=config)
     if rope is not None:
         q_TNH, k_TKH = rotate(q_TNH, *rope), rotate(k_TKH, *rope)
 
@@ -94,19 +148,19 @@ def write_kv(
     )
 
 
-def mlp_block(params: Params, x_TD: jax.Array, *, config: ModelConfig) -> jax.Array:
-    """Returns what the gated MLP adds to the residual: down(silu(gate(x)) * up(x)).
+def mlp_block(params: Params, y_TD: jax.Array, *, config: ModelConfig) -> jax.Array:
+    """Returns the gated MLP's output: down(activation(gate(y)) * up(y)).
 
-    SwiGLU of Shazeer 2020, eq. 6.
+    SwiGLU and GEGLU of Shazeer 2020, eq. 6.
     """
     weight_dtype = params["gate_DF"].dtype
-    y_TD = rms_norm(x_TD, params["mlp_norm_D"], eps=config.norm_eps).astype(weight_dtype)
+    y_TD = y_TD.astype(weight_dtype)
     gate_TF = dot("TD,DF->TF", y_TD, params["gate_DF"])
     up_TF = dot("TD,DF->TF", y_TD, params["up_DF"])
     if config.mlp_bias:
         gate_TF += params["gate_bias_F"][None].astype(jnp.float32)
         up_TF += params["up_bias_F"][None].astype(jnp.float32)
-    hidden_TF = (jax.nn.silu(gate_TF) * up_TF).astype(weight_dtype)
+    hidden_TF = (activate(gate_TF, config=config) * up_TF).astype(weight_dtype)
     out_TD = dot("TF,FD->TD", hidden_TF, params["down_FD"])
     if config.mlp_bias:
         out_TD += params["down_bias_D"][None].astype(jnp.float32)

@@ -8,9 +8,17 @@ from jax import numpy as jnp
 from jaxserve.errors import ShapeError
 from jaxserve.kernels.dot import dot
 from jaxserve.kernels.paged_attention import Impl
-from jaxserve.model.batch import TokenBatch
+from jaxserve.model.batch import TokenBatch, find_real_tokens, spread_rows
 from jaxserve.model.config import LayerConfig, ModelConfig
-from jaxserve.model.layers import attention_block, mlp_block, rms_norm
+from jaxserve.model.experts import experts_block
+from jaxserve.model.layers import (
+    attention_block,
+    mlp_block,
+    normed_input,
+    normed_output,
+    rms_norm,
+    soft_cap,
+)
 from jaxserve.model.params import Params
 from jaxserve.model.rope import rope_tables
 from jaxserve.shapes import check_shapes
@@ -49,13 +57,15 @@ def forward(
         page_table_XP=batch.page_table_XP,
         q_starts_X=batch.q_starts_X,
         q_lens_X=batch.q_lens_X,
+        prompt_lens_X=batch.prompt_lens_X,
     )
     if len(kv) != config.num_layers:
         raise ShapeError(f"the pool has {len(kv)} layers, the model {config.num_layers}")
-    x_TD = embed(params, batch.token_ids_T)
+    x_TD = embed(params, batch.token_ids_T, config=config)
+    prompt_lens_T = spread_rows(batch.prompt_lens_X, num_single_rows=num_single_rows, tile=tile)
     # One table for each kind of RoPE, not one a layer.
     tables = {
-        rope: rope_tables(batch.positions_T, rope=rope, head_dim=config.head_dim)
+        rope: rope_tables(batch.positions_T, prompt_lens_T, rope=rope, head_dim=config.head_dim)
         for rope in dict.fromkeys(layer.rope for layer in config.layers)
         if rope is not None
     }
@@ -98,7 +108,7 @@ def layer(
     kv_C2KRH, added_TD = attention_block(
         params,
         kv_C2KRH,
-        x_TD,
+        normed_input(params, x_TD, "attn", config=config),
         batch=batch,
         rope=rope,
         config=config,
@@ -107,14 +117,27 @@ def layer(
         tile=tile,
         attention=attention,
     )
-    x_TD = x_TD + added_TD
-    return kv_C2KRH, x_TD + mlp_block(params, x_TD, config=config)
+    x_TD = x_TD + normed_output(params, added_TD, "attn", config=config)
+    y_TD = normed_input(params, x_TD, "mlp", config=config)
+    if layer_config.mlp == "experts":
+        is_real_T = find_real_tokens(batch.q_lens_X, num_single_rows=num_single_rows, tile=tile)
+        added_TD = experts_block(params, y_TD, is_real_T, config=config)
+    else:
+        added_TD = mlp_block(params, y_TD, config=config)
+    return kv_C2KRH, x_TD + normed_output(params, added_TD, "mlp", config=config)
 
 
-def embed(params: Params, token_ids_T: jax.Array) -> jax.Array:
-    """Returns the float32 rows of the embedding; ids are checked where requests come in."""
+def embed(params: Params, token_ids_T: jax.Array, *, config: ModelConfig) -> jax.Array:
+    """Returns the float32 rows of the embedding, scaled; ids are checked where requests come in.
+
+    The scale is rounded to the weights' dtype first, because a model was trained with it so: in
+    bfloat16 Gemma's sqrt(3072) = 55.43 is 55.5, and all its layers expect the larger rows.
+    """
     embedding_VD: jax.Array = params["embedding_VD"]
-    return embedding_VD.at[token_ids_T].get(mode="clip").astype(jnp.float32)
+    x_TD = embedding_VD.at[token_ids_T].get(mode="clip").astype(jnp.float32)
+    if config.embedding_scale is None:
+        return x_TD
+    return x_TD * jnp.asarray(config.embedding_scale, embedding_VD.dtype).astype(jnp.float32)
 
 
 def logits(params: Params, hidden_BD: jax.Array, *, config: ModelConfig) -> jax.Array:
@@ -130,7 +153,7 @@ def logits(params: Params, hidden_BD: jax.Array, *, config: ModelConfig) -> jax.
     ).astype(head_VD.dtype)
     logits_BV = dot("BD,VD->BV", y_BD, head_VD)
     if config.final_soft_cap is not None:
-        logits_BV = config.final_soft_cap * jnp.tanh(logits_BV / config.final_soft_cap)
+        logits_BV = soft_cap(logits_BV, config.final_soft_cap)
     if config.padded_vocab_size == config.vocab_size:
         return logits_BV
     is_real_V = jnp.arange(config.padded_vocab_size, dtype=jnp.int32) < config.vocab_size

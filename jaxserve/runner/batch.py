@@ -1,9 +1,9 @@
 """The arrays of one step: packed on the host into flat int32, unpacked inside the programs.
 
-Everything the forward program must be told is one array of five parts, so a step costs one
+Everything the forward program must be told is one array of six parts, so a step costs one
 transfer. X counts attention rows (one-token rows, then tiles), T tokens, D page-table entries:
 
-    rows_X | starts_X | lens_X | token_ids_T | deltas_3D
+    rows_X | starts_X | lens_X | prompt_lens_X | token_ids_T | deltas_3D
 
 Two one-token rows, then a chunk of 5 tokens from position 8 and one of 2 from 0, with tiles of 4,
 decode bucket 3 and chunk bucket 16 (``B`` is one past the last state row):
@@ -45,7 +45,7 @@ def max_deltas(bucket: Bucket, spec: RunnerSpec) -> int:
 def packed_len(bucket: Bucket, spec: RunnerSpec) -> int:
     """Returns the ints of a packed forward array."""
     X = num_attention_rows(bucket, spec.chunk_tile)
-    return 3 * X + bucket.num_tokens + 3 * max_deltas(bucket, spec)
+    return 4 * X + bucket.num_tokens + 3 * max_deltas(bucket, spec)
 
 
 def build_packed(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> np.ndarray:
@@ -54,7 +54,7 @@ def build_packed(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> np.ndarray
     the device knows is `padded_vocab_size`, one past the last id: it is read from its state row.
     """
     packed_I = np.zeros(packed_len(bucket, spec), np.int32)
-    rows_X, starts_X, lens_X, token_ids_T, deltas_3D = _split(packed_I, bucket, spec)
+    rows_X, starts_X, lens_X, prompt_lens_X, token_ids_T, deltas_3D = _split(packed_I, bucket, spec)
     rows_X[:] = spec.max_seqs
     deltas_3D[0] = spec.max_seqs
     num_deltas, tile = 0, spec.chunk_tile
@@ -62,6 +62,7 @@ def build_packed(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> np.ndarray
         num_tiles = -(-chunk.num_tokens // tile) if chunk.num_tokens > 1 else 1
         rows_X[x : x + num_tiles] = chunk.row
         starts_X[x : x + num_tiles] = range(chunk.start, chunk.start + num_tiles * tile, tile)
+        prompt_lens_X[x : x + num_tiles] = chunk.prompt_len
         lens_X[x : x + num_tiles] = tile
         lens_X[x + num_tiles - 1] = chunk.num_tokens - (num_tiles - 1) * tile
         if chunk.token_ids is None:
@@ -99,7 +100,7 @@ def unpack(
     Padding tokens have position 0 and write to page `num_pages`, past the end.
     """
     check_shapes(packed_I=packed_I, page_table_BP=page_table_BP, last_token_B=last_token_B)
-    rows_X, starts_X, lens_X, token_ids_T, deltas_3D = _split(packed_I, bucket, spec)
+    rows_X, starts_X, lens_X, prompt_lens_X, token_ids_T, deltas_3D = _split(packed_I, bucket, spec)
     N, tile, R = bucket.decode_seqs, spec.chunk_tile, spec.page_size
     page_table_BP = page_table_BP.at[deltas_3D[0], deltas_3D[1]].set(deltas_3D[2], mode="drop")
     page_table_XP = page_table_BP.at[rows_X].get(mode="fill", fill_value=0)
@@ -122,20 +123,22 @@ def unpack(
         page_table_XP=page_table_XP,
         q_starts_X=starts_X,
         q_lens_X=lens_X,
+        prompt_lens_X=prompt_lens_X,
     )
 
 
 def _split[A: (np.ndarray, Array)](
     packed_I: A, bucket: Bucket, spec: RunnerSpec
-) -> tuple[A, A, A, A, A]:
+) -> tuple[A, A, A, A, A, A]:
     """Returns the parts of a packed array; views, where it is a numpy array."""
     X, T = num_attention_rows(bucket, spec.chunk_tile), bucket.num_tokens
-    tokens_end = 3 * X + T
+    tokens_end = 4 * X + T
     return (
         packed_I[:X],
         packed_I[X : 2 * X],
         packed_I[2 * X : 3 * X],
-        packed_I[3 * X : tokens_end],
+        packed_I[3 * X : 4 * X],
+        packed_I[4 * X : tokens_end],
         packed_I[tokens_end:].reshape(3, max_deltas(bucket, spec)),
     )
 

@@ -76,6 +76,7 @@ class StepBuilder:
             token_ids=_token_ids(sequence, start, end) if end <= num_known else None,
             samples=samples,
             output_index=len(sequence.output) + sequence.num_in_flight if samples else 0,
+            prompt_len=len(sequence.request.prompt),
             new_pages=tuple(new_pages),
             num_pages_before=len(sequence.pages),
         )

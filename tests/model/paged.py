@@ -46,6 +46,7 @@ class Piece:
     pages: Sequence[int]
     start: int
     token_ids: Sequence[int]
+    prompt_len: int = 0
 
 
 class PagedModel:
@@ -88,6 +89,7 @@ def build_batch(pieces: Sequence[Piece]) -> tuple[TokenBatch, list[np.ndarray]]:
     write_rows = np.zeros(NUM_TOKENS, np.int32)
     table = np.zeros((num_rows, WIDTH), np.int32)
     starts, lens = np.full(num_rows, -1, np.int32), np.zeros(num_rows, np.int32)
+    prompt_lens = np.full(num_rows, -1, np.int32)
     places, single, tile = [], 0, 0
     for piece in pieces:
         n = len(piece.token_ids)
@@ -102,6 +104,7 @@ def build_batch(pieces: Sequence[Piece]) -> tuple[TokenBatch, list[np.ndarray]]:
             table[row, : len(piece.pages)] = piece.pages
             starts[row] = piece.start + index * TILE
             lens[row] = min(TILE, n - index * TILE)
+            prompt_lens[row] = piece.prompt_len
         positions[place] = piece.start + np.arange(n)
         token_ids[place] = piece.token_ids
         write_pages[place] = np.asarray(piece.pages)[positions[place] // PAGE]
@@ -117,16 +120,22 @@ def build_batch(pieces: Sequence[Piece]) -> tuple[TokenBatch, list[np.ndarray]]:
         page_table_XP=jnp.asarray(table),
         q_starts_X=jnp.asarray(starts),
         q_lens_X=jnp.asarray(lens),
+        prompt_lens_X=jnp.asarray(prompt_lens),
     ), places
 
 
 def run_in_chunks(
-    model: PagedModel, token_ids: Sequence[int], *, chunks: Sequence[int], pages: Sequence[int]
+    model: PagedModel,
+    token_ids: Sequence[int],
+    *,
+    chunks: Sequence[int],
+    pages: Sequence[int],
+    prompt_len: int = 0,
 ) -> np.ndarray:
     """Returns the logits after each token of one sequence that is computed chunk by chunk."""
     parts, start = [], 0
     for size in chunks:
-        parts += model.run([Piece(pages, start, token_ids[start : start + size])])
+        parts += model.run([Piece(pages, start, token_ids[start : start + size], prompt_len)])
         start += size
     assert start == len(token_ids)
     return np.concatenate(parts)

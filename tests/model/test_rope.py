@@ -24,7 +24,9 @@ def test_frequencies_are_hfs_to_the_bit(name: str) -> None:
 def test_tables_are_exact_at_far_positions() -> None:
     positions = np.array([0, 1, 7, 100, 8191, 8192, 60000], np.int32)
     rope = RopeConfig(theta=100000.0)
-    cos_TH, sin_TH = rope_tables(jnp.asarray(positions), rope=rope, head_dim=64)
+    cos_TH, sin_TH = rope_tables(
+        jnp.asarray(positions), jnp.asarray(positions), rope=rope, head_dim=64
+    )
     # The angle is a float32 product, as in HF; its cosine is then right to the last digits.
     angle_TH = positions.astype(np.float32)[:, None] * inverse_frequencies(rope, 64)[None]
     np.testing.assert_allclose(cos_TH, np.cos(angle_TH.astype(np.float64)), atol=1e-6)
@@ -36,8 +38,11 @@ def test_a_score_depends_on_the_distance_alone() -> None:
 
     def score(q_position: int, k_position: int) -> float:
         turned = [
-            rotate(x, *rope_tables(jnp.array([p], jnp.int32), rope=RopeConfig(), head_dim=16))
-            for x, p in ((q_1NH, q_position), (k_1NH, k_position))
+            rotate(x, *rope_tables(at_1, at_1, rope=RopeConfig(), head_dim=16))
+            for x, at_1 in (
+                (q_1NH, jnp.array([q_position], jnp.int32)),
+                (k_1NH, jnp.array([k_position], jnp.int32)),
+            )
         ]
         return float((turned[0] * turned[1]).sum())
 

@@ -210,6 +210,7 @@ class Driver:
             token_ids=None if None in tokens else tuple(t for t in tokens if t is not None),
             samples=samples,
             output_index=output_index,
+            prompt_len=len(sequence.prompt),
             new_pages=new_pages,
             num_pages_before=num_before,
         )

@@ -26,6 +26,7 @@ def _chunk(row: int, start: int, token_ids: tuple[int, ...] | None, **fields: ob
         "token_ids": token_ids,
         "samples": True,
         "output_index": 0,
+        "prompt_len": 40 + row,
     }
     return Chunk(**(values | fields))  # type: ignore[arg-type]  # a test's shorthand
 
@@ -44,10 +45,12 @@ PLAN = StepPlan(
 
 def test_the_drawn_step_is_laid_out_as_drawn() -> None:
     packed_I = batch.build_packed(PLAN, BUCKET, SPEC)
-    rows_X, starts_X, lens_X, rest = packed_I[:7], packed_I[7:14], packed_I[14:21], packed_I[21:]
+    rows_X, starts_X, lens_X, prompt_lens_X = packed_I[:28].reshape(4, 7)
+    rest = packed_I[28:]
     assert rows_X.tolist() == [7, 2, B, 4, 4, 0, B]
     assert starts_X.tolist() == [9, 0, 0, 8, 12, 0, 0]
     assert lens_X.tolist() == [1, 1, 0, 4, 1, 2, 0]
+    assert prompt_lens_X.tolist() == [47, 42, 0, 44, 44, 40, 0]
     tiles = [21, 22, 23, 24, 25, 0, 0, 0, 31, 32, 0, 0, 0, 0, 0, 0]
     assert rest[:19].tolist() == [V, 11, 0, *tiles]
     deltas_3D = rest[19:].reshape(3, -1)
@@ -90,6 +93,7 @@ def test_the_device_unpacks_positions_pages_and_tokens() -> None:
     assert tokens.write_pages_T.tolist() == pages
     assert tokens.write_rows_T.tolist() == [position % PAGE_SIZE for position in positions]
     assert tokens.q_lens_X.tolist() == [1, 1, 0, 4, 1, 2, 0]
+    assert tokens.prompt_lens_X.tolist() == [47, 42, 0, 44, 44, 40, 0]
     assert (tokens.page_table_XP[2] == 0).all()
 
 

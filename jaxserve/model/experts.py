@@ -1,0 +1,120 @@
+"""A mixture of experts: each token through the few MLPs that a router picks for it.
+
+Only (token, expert) pairs are computed. They are sorted by expert and cut into blocks of one
+expert each, and a loop takes as many blocks as there are. With 5 tokens, 3 experts, 2 of them a
+token, and blocks of 4 (a pair is written as its token)::
+
+    expert     0 0 0 0 0 | 1 1 1 | 2 2
+    pair       0 1 2 3 4 | 0 2 4 | 1 3
+    block      0 0 0 0 1 | 2 2 2 | 3 3
+"""
+
+import functools
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+
+from jaxserve.kernels.dot import dot
+from jaxserve.model.config import ExpertsConfig, ModelConfig
+from jaxserve.model.layers import activate
+from jaxserve.model.params import Params
+from jaxserve.shapes import check_shapes
+
+# Pairs of a block: at least two, because one-row products in bfloat16 are slow on XLA:CPU, and no
+# more than keeps an expert's last block from being mostly empty (bench/experts.py).
+MIN_BLOCK, MAX_BLOCK = 2, 32
+
+
+def experts_block(
+    params: Params, y_TD: jax.Array, is_real_T: jax.Array, *, config: ModelConfig
+) -> jax.Array:
+    """Returns the weighted sum of each token's experts, float32; zeros in padding tokens.
+
+    Args:
+      is_real_T: False in padding tokens, which go to no expert.
+    """
+    check_shapes(
+        y_TD=y_TD,
+        is_real_T=is_real_T,
+        router_DE=params["router_DE"],
+        gate_EDF=params["gate_EDF"],
+        up_EDF=params["up_EDF"],
+        down_EFD=params["down_EFD"],
+    )
+    assert config.experts is not None, "a layer of experts needs config.experts"
+    y_TD = y_TD.astype(params["gate_EDF"].dtype)
+    share_TJ, expert_TJ = route(params, y_TD, experts=config.experts)
+    # Sorted, padding comes last: its expert does not exist.
+    expert_TJ = jnp.where(is_real_T[:, None], expert_TJ, config.experts.num_experts)
+    out_TJD = run_pairs(params, y_TD, expert_TJ, config=config)
+    out_TD = (out_TJD * share_TJ[:, :, None]).sum(axis=1)
+    return jnp.where(is_real_T[:, None], out_TD, 0.0)
+
+
+def route(
+    params: Params, y_TD: jax.Array, *, experts: ExpertsConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the weight and the number of each of a token's experts, the likeliest first.
+
+    The softmax is over all experts (Shazeer et al. 2017, §2.1, has it over those kept: that is
+    `normalize`).
+    """
+    share_TE = jax.nn.softmax(dot("TD,DE->TE", y_TD, params["router_DE"]), axis=-1)
+    share_TJ, expert_TJ = lax.top_k(share_TE, experts.num_active)
+    if experts.normalize:
+        share_TJ = share_TJ / share_TJ.sum(axis=-1, keepdims=True)
+    return share_TJ, expert_TJ
+
+
+def run_pairs(
+    params: Params, y_TD: jax.Array, expert_TJ: jax.Array, *, config: ModelConfig
+) -> jax.Array:
+    """Returns each pair's MLP output, ``out_TJD``; anything where the expert does not exist.
+
+    A pair's row does not depend on what else is in its block but for the order of sums.
+    """
+    T, J = expert_TJ.shape
+    E, D, _ = params["gate_EDF"].shape
+    size = block_size(T, J, E)
+    expert_I = expert_TJ.reshape(T * J)
+    order_I = jnp.argsort(expert_I)
+    count_E = jnp.bincount(expert_I, length=E).astype(jnp.int32)  # E itself is not counted
+    first_pair_E = jnp.cumsum(count_E) - count_E
+    num_blocks_E = -(-count_E // size)
+    end_block_E = jnp.cumsum(num_blocks_E)
+    # A slice that ran past the end would be shifted, not cut.
+    token_I = jnp.pad(order_I // J, (0, size))
+
+    def add_block(block: jax.Array, out_ID: jax.Array) -> jax.Array:
+        expert = (end_block_E <= block).sum()
+        start = first_pair_E[expert]
+        start += (block - end_block_E[expert] + num_blocks_E[expert]) * size
+        y_MD = y_TD.at[lax.dynamic_slice_in_dim(token_I, start, size)].get(mode="clip")
+        # What a last block has too much belongs to later experts, whose blocks come later.
+        return lax.dynamic_update_slice_in_dim(
+            out_ID, run_expert(params, y_MD, expert, config=config), start, axis=0
+        )
+
+    out_ID: jax.Array = lax.fori_loop(
+        0, end_block_E[-1], add_block, jnp.zeros((T * J + size, D), jnp.float32)
+    )
+    place_I = jnp.argsort(order_I)  # where the sort took each pair
+    return out_ID.at[place_I].get(mode="clip").reshape(T, J, D)
+
+
+def run_expert(
+    params: Params, y_MD: jax.Array, expert: jax.Array, *, config: ModelConfig
+) -> jax.Array:
+    """Returns one expert's MLP of some rows, float32."""
+    take = functools.partial(lax.dynamic_index_in_dim, index=expert, axis=0, keepdims=False)
+    gate_MF = dot("MD,DF->MF", y_MD, take(params["gate_EDF"]))
+    up_MF = dot("MD,DF->MF", y_MD, take(params["up_EDF"]))
+    hidden_MF = (activate(gate_MF, config=config) * up_MF).astype(y_MD.dtype)
+    return dot("MF,FD->MD", hidden_MF, take(params["down_EFD"]))
+
+
+def block_size(num_tokens: int, num_active: int, num_experts: int) -> int:
+    """Returns the pairs of a block: twice what an expert gets on average, as a power of two."""
+    wanted = max(2 * num_tokens * num_active // num_experts, 1)
+    return min(max(1 << (wanted - 1).bit_length(), MIN_BLOCK), MAX_BLOCK)
