@@ -1,17 +1,18 @@
-"""`jaxserve`: the parser of all commands, logging, and the way from an error to an exit code."""
+"""`jaxserve`: logging, interrupts, and the way from an error to an exit code.
 
-import argparse
+It imports little, so that an interrupt is seen to from the first moment; the commands come later.
+"""
+
+import contextlib
 import errno
-import importlib.metadata
 import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 
-import jaxserve
-from jaxserve.cli import config, generate, serve
 from jaxserve.cli.exit_codes import INTERNAL, INTERRUPTED, PIPE_CLOSED, REFUSED, USAGE
 from jaxserve.errors import (
     ConfigError,
@@ -23,26 +24,21 @@ from jaxserve.errors import (
 
 # A full disk, a quota, a device's fault; other errors of files are told where they come up.
 CANNOT_WRITE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG})
-DESCRIPTION = """\
-A measured serving runtime for language models on one node.
-
-  jaxserve generate --chat --prompt "Name three rivers."
-  jaxserve serve --port 50051
-"""
-EPILOG = """\
-Exit codes: 0 done; 1 the input, the model or the machine will not do; 2 wrong usage or
-configuration; 70 internal error; 130 interrupted; 141 the reader of the output went away.
-Errors are one line on stderr.
-"""
+INTERRUPTED_LINE = "jaxserve: interrupted"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; `--help` and wrong usage raise SystemExit."""
-    if arguments is None:
+    is_process = arguments is None
+    if is_process:
+        _exit_on_interrupt()  # an import may swallow KeyboardInterrupt
         sys.excepthook = _report_internal_error
         _prepare_streams()
-    parser = build_parser()
-    options = parser.parse_args(arguments)
+    from jaxserve.cli.parser import build_parser  # half a second of imports
+
+    options = build_parser().parse_args(arguments)
+    if signal.getsignal(signal.SIGINT) is _exit_interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     _set_up_logging(options.log_level)
     try:
         code = int(options.run(options))
@@ -55,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except JaxserveError as error:
         return _fail(error, REFUSED)
     except KeyboardInterrupt:
-        print("jaxserve: interrupted", file=sys.stderr)
+        if is_process:
+            _exit_interrupted()
+        print(INTERRUPTED_LINE, file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         _drop_stdout()
@@ -66,29 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_stdout()
         print(f"jaxserve: error: cannot write the output: {error.strerror}", file=sys.stderr)
         return REFUSED
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands; each sets `run` and `log_level`."""
-    parser = argparse.ArgumentParser(
-        prog="jaxserve",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    generate.add_parser(commands)
-    serve.add_parser(commands)
-    config.add_parser(commands)
-    return parser
-
-
-def _version() -> str:
-    python = ".".join(map(str, sys.version_info[:3]))
-    jax = importlib.metadata.version("jax")
-    return f"jaxserve {jaxserve.__version__} (jax {jax}, Python {python})"
 
 
 def _prepare_streams() -> None:
@@ -103,6 +78,20 @@ def _prepare_streams() -> None:
 def _drop_stdout() -> None:
     """Python flushes stdout once more at exit; lets that go nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _exit_on_interrupt() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored: nohup
+        signal.signal(signal.SIGINT, _exit_interrupted)
+
+
+def _exit_interrupted(number: int = 0, frame: FrameType | None = None) -> None:
+    """Ends the process now: an ordinary exit would wait for threads that compile."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError, ValueError):  # whoever read them may be gone too
+        sys.stdout.flush()
+        print(INTERRUPTED_LINE, file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
 
 
 def _set_up_logging(level: str) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 import jaxserve.engine.start
 import jaxserve.server.lifecycle
-from jaxserve.cli.main import build_parser, main
+from jaxserve.cli.main import main
+from jaxserve.cli.parser import build_parser
 from jaxserve.config import Config
 from jaxserve.engine import Engine, ServedModel
 from jaxserve.errors import CheckpointError, EngineDeadError

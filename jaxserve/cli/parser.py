@@ -1,0 +1,44 @@
+"""The parser of all commands."""
+
+import argparse
+import importlib.metadata
+import sys
+from typing import Final
+
+import jaxserve
+from jaxserve.cli import config, generate, serve
+
+DESCRIPTION: Final = """\
+A measured serving runtime for language models on one node.
+
+  jaxserve generate --chat --prompt "Name three rivers."
+  jaxserve serve --port 50051
+"""
+EPILOG: Final = """\
+Exit codes: 0 done; 1 the input, the model or the machine will not do; 2 wrong usage or
+configuration; 70 internal error; 130 interrupted; 141 the reader of the output went away.
+Errors are one line on stderr.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands; each sets `run` and `log_level`."""
+    parser = argparse.ArgumentParser(
+        prog="jaxserve",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    generate.add_parser(commands)
+    serve.add_parser(commands)
+    config.add_parser(commands)
+    return parser
+
+
+def _version() -> str:
+    python = ".".join(map(str, sys.version_info[:3]))
+    jax = importlib.metadata.version("jax")
+    return f"jaxserve {jaxserve.__version__} (jax {jax}, Python {python})"
