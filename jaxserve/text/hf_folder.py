@@ -44,12 +44,14 @@ def load_tokenizer(folder: Path, *, eos_ids: Iterable[int] = ()) -> Tokenizer:
     return Tokenizer(
         backend,
         bos_id=ids.get("bos_token"),
+        eos_id=eos_id,
         eos_ids={
             *eos_ids,
             *([] if eos_id is None else [eos_id]),
             *find_end_of_turn_ids(backend, template),
         },
         add_bos=_read_flag(settings, "add_bos_token", folder),
+        add_eos=_read_flag(settings, "add_eos_token", folder),
         chat_template=template,
         named_tokens=named,
     )

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import tokenizers
 
@@ -20,8 +21,9 @@ class Tokenizer:
     """One vocabulary with its special tokens and chat template. Immutable, for any thread.
 
     BOS: `encode` puts it first where the model wants it (`add_bos`), unless the text already
-    spells it there; `encode_chat` never adds one, since a template writes its own. Nothing is
-    ever appended, and token ids given by a caller are not touched.
+    spells it there; `encode_chat` never adds one, since a template writes its own. EOS is put last
+    in the same way by the few models that want it (`add_eos`). Token ids given by a caller are not
+    touched.
 
     Special tokens: in a raw text they are parsed ("<s>" is one id). In a chat only those that the
     template writes are; a caller's text never becomes one.
@@ -30,6 +32,7 @@ class Tokenizer:
       bos_id: None if there is none.
       eos_ids: the ids that end an output, from all sources the loader knew.
       add_bos: whether `encode` puts BOS (or the model's other prefix ids) first.
+      add_eos: whether `encode` puts EOS (or the model's other suffix ids) last.
       special_ids: left out of text by `skip_special_tokens`.
       vocab_size: highest id + 1.
       separator: bytes between tokens; empty but for word vocabularies.
@@ -40,13 +43,16 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         bos_id: int | None = None,
+        eos_id: int | None = None,
         eos_ids: Iterable[int] = (),
         add_bos: bool | None = None,
+        add_eos: bool | None = None,
         chat_template: str | None = None,
         named_tokens: Mapping[str, str] | None = None,
     ) -> None:
         """Args:
-        add_bos: None asks the tokenizer's own post-processor.
+        eos_id: the one that `add_eos` appends.
+        add_bos: None asks the tokenizer's own post-processor; so does `add_eos`.
         named_tokens: what templates see, such as {"bos_token": "<s>"}.
         """
         backend.no_truncation()
@@ -66,8 +72,10 @@ class Tokenizer:
         )
         self.bos_id = bos_id
         self.eos_ids = frozenset(eos_ids)
-        self._prefix_ids = self._find_prefix_ids(add_bos)
-        self.add_bos = bool(self._prefix_ids)
+        before, after = _read_surrounding_ids(backend)
+        self._prefix_ids = _choose_ids("bos", add_bos, bos_id, before)
+        self._suffix_ids = _choose_ids("eos", add_eos, eos_id, after)
+        self.add_bos, self.add_eos = bool(self._prefix_ids), bool(self._suffix_ids)
         self.chat_template = chat_template
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._rules = read_byte_rules(backend)
@@ -81,8 +89,10 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         bos_id: int | None = None,
+        eos_id: int | None = None,
         eos_ids: Iterable[int] = (),
         add_bos: bool | None = None,
+        add_eos: bool | None = None,
         chat_template: str | None = None,
         named_tokens: Mapping[str, str] | None = None,
     ) -> "Tokenizer":
@@ -90,8 +100,10 @@ class Tokenizer:
         return cls(
             backend,
             bos_id=bos_id,
+            eos_id=eos_id,
             eos_ids=eos_ids,
             add_bos=add_bos,
+            add_eos=add_eos,
             chat_template=chat_template,
             named_tokens=named_tokens,
         )
@@ -100,7 +112,13 @@ class Tokenizer:
     def digest(self) -> str:
         """SHA-256 over everything that decides which ids a prompt becomes."""
         rest = json.dumps(
-            [self.bos_id, sorted(self.eos_ids), self._prefix_ids, self.chat_template],
+            [
+                self.bos_id,
+                sorted(self.eos_ids),
+                self._prefix_ids,
+                self._suffix_ids,
+                self.chat_template,
+            ],
             sort_keys=True,
         )
         return hashlib.sha256(f"{self._backend.to_str()}\0{rest}".encode()).hexdigest()
@@ -120,9 +138,14 @@ class Tokenizer:
         _check_unicode(text)
         encoding = self._backend.encode(text, add_special_tokens=False)
         ids, offsets = encoding.ids, encoding.offsets
-        prefix = self._prefix_ids if add_special_tokens else []
+        if not add_special_tokens:
+            return ids, offsets
+        prefix, suffix = self._prefix_ids, self._suffix_ids
         if prefix and ids[: len(prefix)] != prefix:
-            return prefix + ids, [(0, 0)] * len(prefix) + offsets
+            ids, offsets = prefix + ids, [(0, 0)] * len(prefix) + offsets
+        if suffix and ids[-len(suffix) :] != suffix:
+            end = (len(text), len(text))
+            ids, offsets = ids + suffix, offsets + [end] * len(suffix)
         return ids, offsets
 
     def encode_chat(self, prompt: ChatPrompt) -> list[int]:
@@ -171,24 +194,6 @@ class Tokenizer:
             return self._added[token_id].encode()
         token = self._backend.id_to_token(token_id) if 0 <= token_id < NUM_UINT32 else None
         return b"" if token is None else self._rules.spell(token)
-
-    def _find_prefix_ids(self, add_bos: bool | None) -> list[int]:
-        """Returns what goes before a raw text, by the model's flag, else its post-processor."""
-        if add_bos is False:
-            return []
-        if add_bos:
-            if self.bos_id is None:
-                raise CheckpointError(
-                    "the tokenizer says add_bos but names no BOS token; give it a bos_token "
-                    "(bos_token_id in GGUF), or set add_bos_token to false"
-                )
-            return [self.bos_id]
-        bare = self._backend.encode("a", add_special_tokens=False).ids
-        full = self._backend.encode("a", add_special_tokens=True).ids
-        for start in range(len(full) - len(bare) + 1):
-            if full[start : start + len(bare)] == bare:
-                return full[:start]
-        return []
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
@@ -252,6 +257,32 @@ class Tokenizer:
         if ids[: len(newline)] == newline:
             return ids[len(newline) :]
         return list(backend.encode(text, add_special_tokens=False).ids)
+
+
+def _read_surrounding_ids(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """Returns what the post-processor puts before and after a text."""
+    bare = backend.encode("a", add_special_tokens=False).ids
+    full = backend.encode("a", add_special_tokens=True).ids
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start], full[start + len(bare) :]
+    return [], []
+
+
+def _choose_ids(
+    role: Literal["bos", "eos"], flag: bool | None, token_id: int | None, own: list[int]
+) -> list[int]:
+    """Returns what goes beside a raw text, by the model's flag, else its post-processor."""
+    if flag is None:
+        return own
+    if not flag:
+        return []
+    if token_id is None:
+        raise CheckpointError(
+            f"the tokenizer says add_{role} but names no {role.upper()} token; give it a "
+            f"{role}_token ({role}_token_id in GGUF), or set add_{role}_token to false"
+        )
+    return [token_id]
 
 
 def _check_unicode(text: str) -> None:

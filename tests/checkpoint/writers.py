@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from jaxserve.checkpoint.layout import gguf_sources, hf_sources, join_parts, stored_shapes
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
-from jaxserve.text.backends import CONTROL_TYPE
+from jaxserve.text.vocabulary import TokenType
 from tests.checkpoint.gguf_writer import quantize
 from tests.text.vocabularies import CHAT_TEMPLATE, MERGES, SPECIALS, byte_backend
 
@@ -193,7 +193,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, recipe: GgufRecipe) -> None:
         "model": "gpt2",
         "pre": "gpt-2",
         "tokens": tokens,
-        "token_type": [CONTROL_TYPE if token in SPECIALS else 1 for token in tokens],
+        "token_type": [TokenType.CONTROL if token in SPECIALS else 1 for token in tokens],
         "merges": MERGES,
         "bos_token_id": 0,
         "eos_token_id": 1,

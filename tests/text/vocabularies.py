@@ -3,9 +3,11 @@
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from jaxserve.text.backends import CONTROL_TYPE, PRE_KINDS, build_byte_bpe
+from jaxserve.text.byte_bpe import build_byte_bpe
+from jaxserve.text.pre_kinds import PRE_KINDS
 from jaxserve.text.token_bytes import byte_alphabet
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.vocabulary import TokenType, build_vocabulary
 
 SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ċ Ċ", "< |"]
@@ -21,8 +23,8 @@ def byte_backend(pre: str = "gpt-2") -> tokenizers.Tokenizer:
     """Four specials, the 256 bytes, a few merges."""
     merged = [merge.replace(" ", "") for merge in MERGES]
     tokens = [*SPECIALS, *byte_alphabet(), *merged]
-    types = [CONTROL_TYPE] * len(SPECIALS) + [1] * (len(tokens) - len(SPECIALS))
-    return build_byte_bpe(tokens=tokens, token_types=types, merges=MERGES, pre=PRE_KINDS[pre])
+    types = [TokenType.CONTROL] * len(SPECIALS) + [TokenType.NORMAL] * (len(tokens) - len(SPECIALS))
+    return build_byte_bpe(build_vocabulary(tokens, types=types), MERGES, pre=PRE_KINDS[pre])
 
 
 def byte_tokenizer(
