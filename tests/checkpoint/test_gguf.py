@@ -198,10 +198,10 @@ REFUSED: dict[str, tuple[GgufRecipe, str]] = {
         r"F64 \(extra\.weight\).*BF16, F16, F32, Q4_0, Q4_1, Q4_K, Q5_0",
     ),
     "tokenizer model": (
-        GgufRecipe(tokenizer={"model": "llama"}),
-        "tokenizer.ggml.model is 'llama'",
+        GgufRecipe(tokenizer={"model": "bert"}),
+        r"tokenizer.ggml.model is 'bert' \(WordPiece\), .* supported are gpt2 .*, llama",
     ),
-    "pre-tokenizer": (GgufRecipe(tokenizer={"pre": "tekken"}), "'tekken', which is not supported"),
+    "pre-tokenizer": (GgufRecipe(tokenizer={"pre": "viking"}), "'viking', which is not supported"),
     "no tokens": (GgufRecipe(tokenizer={"tokens": None}), "tokenizer.ggml.tokens is missing"),
     "eos out of range": (GgufRecipe(tokenizer={"eos_token_id": 9999}), "eos_token_id is 9999"),
     "too many layers": (GgufRecipe(keys={"block_count": (1 << 32) - 1}), "says 4294967295 layers"),
