@@ -12,6 +12,7 @@ import jax
 import jaxlib.version
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxserve.runner.cache_entries import FORMAT, CacheEntries
 from jaxserve.runner.memory import read_cpu_flags
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ def persistent_cache(root: Path | None) -> Iterator[None]:
     """Has JAX keep what is compiled inside, however small, in a versioned folder under `root`.
 
     A folder that cannot be used is a warning, never an error; so is an entry that cannot be read
-    (JAX warns, and compiles). JAX's own settings hold again afterwards.
+    or kept (`CacheEntries`). JAX's own settings hold again afterwards.
     """
     folder = _usable_folder(root) if root else None
     if folder is None:
@@ -32,11 +33,11 @@ def persistent_cache(root: Path | None) -> Iterator[None]:
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
-        # Machine code of a process that was killed while writing must not be half an entry.
         "jax_raise_persistent_cache_errors": False,
     }
     before = {name: getattr(jax.config, name) for name in settings}
     _apply(settings)
+    CacheEntries(folder).install()
     try:
         yield
     finally:
@@ -48,6 +49,7 @@ def versioned_folder(root: Path) -> Path:
     compiled for other CPU features may not run here."""
     device = jax.devices()[0]
     facts = (
+        FORMAT,
         jaxlib.version.__version__,
         device.platform,
         device.device_kind,
