@@ -1,34 +1,59 @@
-"""What a Hugging Face config.json of the Llama type says."""
+"""What a Hugging Face config.json says, as the decoder's configuration."""
 
+import dataclasses
 from collections.abc import Mapping
 
+from jaxserve.checkpoint.hf_families import COMMON_DEFAULTS, FAMILIES, HfFamily
+from jaxserve.checkpoint.hf_layers import read_layers
+from jaxserve.checkpoint.hf_settings import HfSettings
 from jaxserve.checkpoint.layout import check_config, check_num_layers
 from jaxserve.errors import CheckpointError
-from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
+from jaxserve.model.config import Activation, ExpertsConfig, ModelConfig
 
-SUPPORTED_ARCHITECTURES = {"LlamaForCausalLM": "llama"}
-# Settings of other families, with the values that change nothing. Any other value is refused.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+# Settings that change the numbers, with the values that change nothing. Any other value is refused,
+# except where the family follows the setting.
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "attention_chunk_size": (None,),
     "attention_multiplier": (None,),
     "attn_logit_softcapping": (None,),
+    "clip_qkv": (None,),
     "embedding_multiplier": (None, 1.0),
     "final_logit_softcapping": (None,),
-    "hidden_act": (None, "silu"),
+    "is_causal": (None, True),
+    "logit_scale": (None, 1.0),
     "logits_scaling": (None, 1.0),
+    "mlp_bias": (None, False),
+    "moe_layers": (None,),
+    "n_routed_experts": (None, 0),
+    "n_shared_experts": (None, 0),
+    "no_rope_layer_interval": (None, 0),
+    "no_rope_layers": (None, []),
+    "norm_topk_prob": (None, True),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
-    "partial_rotary_factor": (None, 1.0),
     "pretraining_tp": (None, 0, 1),
     "quantization_config": (None,),
+    "query_pre_attn_scalar": (None,),
     "residual_multiplier": (None, 1.0),
+    "rope_local_base_freq": (None,),
+    "routed_scaling_factor": (None, 1.0),
+    "scoring_func": (None, "softmax"),
+    "shared_expert_intermediate_size": (None, 0),
     "sliding_window": (None,),
+    "use_bidirectional_attention": (None, False),
+    "use_qk_norm": (None, False),
     "use_sliding_window": (None, False),
 }
 
 
-def read_model_config(
-    settings: Mapping[str, object], *, num_tensors: int, where: str
-) -> ModelConfig:
+def read_model_config(given: Mapping[str, object], *, num_tensors: int, where: str) -> ModelConfig:
     """Returns the decoder's configuration; `tied_head` is the flag, the tensors may overrule it.
 
     Args:
@@ -37,121 +62,124 @@ def read_model_config(
     Raises:
       CheckpointError: a setting is missing, of the wrong type, or not supported.
     """
-    fields = _Fields(settings, where)
-    architecture = _read_architecture(settings, where)
+    family = find_family(given, where)
+    settings = HfSettings(given, {**COMMON_DEFAULTS, **family.defaults}, where)
+    _refuse_unsupported(given, family, where)
+    num_layers = check_num_layers(settings.integer("num_hidden_layers"), num_tensors, where)
+    hidden_size, num_heads = (
+        settings.integer("hidden_size"),
+        settings.integer("num_attention_heads"),
+    )
+    head_dim = settings.optional_integer("head_dim")
+    if head_dim is None:
+        head_dim = hidden_size // max(num_heads, 1)
+    num_kv_heads = settings.optional_integer("num_key_value_heads")
+    has_bias = family.bias == "flag" and settings.flag("attention_bias")
+    experts = _read_experts(settings, family)
+    config = ModelConfig(
+        architecture=family.name,
+        vocab_size=settings.integer("vocab_size"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+        head_dim=head_dim,
+        mlp_size=settings.integer("intermediate_size"),
+        max_position=settings.integer("max_position_embeddings"),
+        norm_eps=settings.number("rms_norm_eps"),
+        layers=read_layers(settings, family, num_layers, head_dim=head_dim, experts=experts),
+        tied_head=settings.flag("tie_word_embeddings"),
+        activation=_read_activation(settings, family),
+        qkv_bias=has_bias or family.bias == "qkv",
+        o_bias=has_bias,
+        mlp_bias=settings.flag("mlp_bias"),
+        qk_norm=family.qk_norm,
+        pre_norms=family.pre_norms,
+        post_norms=family.post_norms,
+        experts=experts,
+    )
+    if family.is_scaled:
+        config = _add_scales(config, settings)
+    check_config(config, where)
+    return config
+
+
+def find_family(given: Mapping[str, object], where: str) -> HfFamily:
+    """Returns the family that `architectures`, or else `model_type`, names.
+
+    Raises:
+      CheckpointError: it is not supported, or the two do not go together.
+    """
+    named, model_type = given.get("architectures"), given.get("model_type")
+    if isinstance(named, list) and named:
+        known = [FAMILIES[name] for name in named if isinstance(name, str) and name in FAMILIES]
+    else:
+        known = [family for family in FAMILIES.values() if family.model_type == model_type]
+    if not known:
+        what = named or model_type
+        hint = ""
+        if "text_config" in given or "ForConditionalGeneration" in str(what):
+            hint = "; it takes more than text, take the folder of a text-only model (…ForCausalLM)"
+        raise CheckpointError(
+            f"{where} is of the architecture {what!r:.200}, which is not supported; "
+            f"supported are {', '.join(FAMILIES)}{hint}"
+        )
+    if model_type not in (None, known[0].model_type):
+        raise CheckpointError(
+            f"{where} contradicts itself: architectures is {named!r:.200}, but model_type is "
+            f"{model_type!r:.80} instead of {known[0].model_type!r}"
+        )
+    return known[0]
+
+
+def _refuse_unsupported(given: Mapping[str, object], family: HfFamily, where: str) -> None:
     refused = [
-        f"{name}={settings[name]!r}"
+        f"{name}={given[name]!r:.200}"
         for name, neutral in NEUTRAL_VALUES.items()
-        if settings.get(name) not in neutral
+        if name not in family.follows and given.get(name) not in neutral
     ]
-    layer_types = settings.get("layer_types") or []
-    kinds = set(map(str, layer_types if isinstance(layer_types, list) else [layer_types]))
-    if kinds - {"full_attention"}:
-        refused.append(f"layer_types={sorted(kinds)}")
     if refused:
         raise CheckpointError(
             f"{where} needs what is not supported: {', '.join(refused)}; "
             "it is refused because ignoring it would give wrong text"
         )
-    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    layer = LayerConfig(rope=RopeConfig(theta=_read_rope_theta(settings, where)))
-    num_layers = check_num_layers(fields.integer("num_hidden_layers"), num_tensors, where)
-    config = ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=fields.integer("head_dim", hidden_size // max(num_heads, 1)),
-        mlp_size=fields.integer("intermediate_size"),
-        max_position=fields.integer("max_position_embeddings", 2048),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        layers=(layer,) * num_layers,
-        tied_head=fields.flag("tie_word_embeddings"),
-        qkv_bias=fields.flag("attention_bias"),
-        o_bias=fields.flag("attention_bias"),
-        mlp_bias=fields.flag("mlp_bias"),
-    )
-    check_config(config, where)
-    return config
 
 
-def _read_architecture(settings: Mapping[str, object], where: str) -> str:
-    named = settings.get("architectures")
-    if isinstance(named, list):
-        for name in named:
-            if isinstance(name, str) and name in SUPPORTED_ARCHITECTURES:
-                return SUPPORTED_ARCHITECTURES[name]
-    elif settings.get("model_type") in SUPPORTED_ARCHITECTURES.values():
-        return str(settings["model_type"])
-    raise CheckpointError(
-        f"{where} is of the architecture {named or settings.get('model_type')!r}, which is not "
-        f"supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+def _read_activation(settings: HfSettings, family: HfFamily) -> Activation:
+    word = settings.text(family.activation_key)
+    if word not in ACTIVATIONS:
+        raise CheckpointError(
+            f"{settings.where}: {family.activation_key} is {word!r:.80}, which is not supported; "
+            f"supported are {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[word]
+
+
+def _add_scales(config: ModelConfig, settings: HfSettings) -> ModelConfig:
+    """Returns Gemma's factors and caps."""
+    scalar = settings.number("query_pre_attn_scalar")
+    if not scalar > 0:
+        raise settings.wrong("query_pre_attn_scalar", scalar, "positive")
+    return dataclasses.replace(
+        config,
+        embedding_scale=max(config.hidden_size, 0) ** 0.5,
+        attention_scale=scalar**-0.5,
+        attention_soft_cap=settings.optional_number("attn_logit_softcapping"),
+        final_soft_cap=settings.optional_number("final_logit_softcapping"),
     )
 
 
-def _read_rope_theta(settings: Mapping[str, object], where: str) -> float:
-    """Returns the base of RoPE's angles; any scaling is refused by name.
-
-    Old files have `rope_theta` and `rope_scaling`, new ones `rope_parameters` with both in it.
-    """
-    thetas = {"rope_theta": settings.get("rope_theta")}
-    for name in ("rope_scaling", "rope_parameters"):
-        group = settings.get(name)
-        if group is None:
-            continue
-        if not isinstance(group, dict):
-            raise CheckpointError(f"{where}: {name} is {group!r}, but must be an object")
-        kind = group.get("rope_type", group.get("type", "default"))
-        others = sorted(group.keys() - {"rope_type", "type", "rope_theta"})
-        neutral = group.get("factor", 1.0) == 1.0 and group.get("partial_rotary_factor", 1.0) == 1.0
-        if kind != "default" or set(others) - {"factor", "partial_rotary_factor"} or not neutral:
-            raise CheckpointError(
-                f"{where}: {name} is {group!r}; RoPE scaling is not supported, only the type "
-                "default; it is refused because ignoring it would give wrong text"
-            )
-        thetas[f"{name}.rope_theta"] = group.get("rope_theta")
-    given = {name: theta for name, theta in thetas.items() if theta is not None}
-    if any(
-        isinstance(theta, bool) or not isinstance(theta, int | float) for theta in given.values()
-    ):
-        raise CheckpointError(f"{where}: {given} must be numbers")
-    values = {float(str(theta)) for theta in given.values()}
-    if len(values) > 1:
-        raise CheckpointError(f"{where} contradicts itself: {given}; keep one of them")
-    return values.pop() if values else 10000.0
-
-
-class _Fields:
-    """Typed reads of config.json."""
-
-    def __init__(self, settings: Mapping[str, object], where: str) -> None:
-        self._settings, self._where = settings, where
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self._get(name, default)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        raise self._wrong(name, value, "a whole number")
-
-    def number(self, name: str, default: float) -> float:
-        value = self._get(name, default)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        raise self._wrong(name, value, "a number")
-
-    def flag(self, name: str) -> bool:
-        value = self._get(name, False)
-        if isinstance(value, bool):
-            return value
-        raise self._wrong(name, value, "true or false")
-
-    def _get(self, name: str, default: object) -> object:
-        value = self._settings.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise CheckpointError(f"{self._where} lacks {name}")
-        return value
-
-    def _wrong(self, name: str, value: object, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self._where}: {name} is {value!r}, but must be {wanted}")
+def _read_experts(settings: HfSettings, family: HfFamily) -> ExpertsConfig | None:
+    if "num_local_experts" not in family.follows:
+        return None
+    # One family writes either name, by the version that saved it.
+    name = "num_local_experts" if settings.given.get("num_experts") is None else "num_experts"
+    num_experts = settings.integer(name)
+    if num_experts == 0:
+        return None
+    has_own_size = "moe_intermediate_size" in family.defaults
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_active=settings.integer("num_experts_per_tok"),
+        mlp_size=settings.integer("moe_intermediate_size" if has_own_size else "intermediate_size"),
+        normalize=settings.flag("norm_topk_prob"),
+    )

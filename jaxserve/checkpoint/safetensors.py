@@ -20,8 +20,6 @@ from jaxserve.checkpoint.header import (
 )
 from jaxserve.checkpoint.hf_config import read_model_config
 from jaxserve.checkpoint.layout import (
-    HF_EMBEDDING,
-    HF_HEAD,
     StoredPart,
     check_tensors,
     check_vocab,
@@ -29,6 +27,7 @@ from jaxserve.checkpoint.layout import (
     stored_shapes,
 )
 from jaxserve.checkpoint.load import StoredFile, load_all
+from jaxserve.checkpoint.names import HF_EMBEDDING, HF_HEAD
 from jaxserve.checkpoint.safetensors_file import (
     STORED_DTYPES,
     FileTable,

@@ -1,4 +1,4 @@
-"""Hugging Face folders: shards, the head, RoPE fields, and refusals (CASES C50, C55)."""
+"""Hugging Face folders: shards, the head, and refusals (CASES C50, C55)."""
 
 import dataclasses
 import json
@@ -16,7 +16,6 @@ from safetensors.numpy import save_file
 from jaxserve.checkpoint.header import NumpyParams, SamplingDefaults
 from jaxserve.checkpoint.safetensors import HfFolderSource
 from jaxserve.errors import CheckpointError
-from jaxserve.model.config import RopeConfig
 from tests.checkpoint.writers import T1, Weights, make_weights, write_hf, write_index
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -211,56 +210,12 @@ def test_old_rope_tables_are_left_out(tmp_path: Path, weights: Weights) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "theta"),
-    [
-        ({}, 5000.0),
-        ({"rope_theta": None}, 10000.0),
-        ({"rope_theta": None, "rope_parameters": {"rope_theta": 7.5, "rope_type": "default"}}, 7.5),
-        ({"rope_parameters": {"rope_theta": 5000.0}}, 5000.0),
-        ({"rope_scaling": {"rope_type": "default"}}, 5000.0),
-    ],
-)
-def test_rope_theta_is_read_in_both_forms(
-    tmp_path: Path, weights: Weights, settings: dict[str, Any], theta: float
-) -> None:
-    folder = write_hf(tmp_path / "m", T1, weights, settings=settings)
-    assert HfFolderSource(folder).load_header().config.layers[0].rope == RopeConfig(theta=theta)
-
-
-@pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is .*linear"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling is .*llama3"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}},
-            "rope_parameters is .*yarn",
-        ),
-        ({"rope_scaling": {"rope_type": "foo"}}, "rope_scaling is .*foo"),
-        ({"rope_parameters": {"rope_theta": 1.0}}, "contradicts itself"),
-        ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM.*supported are LlamaFor"),
-        ({"architectures": None, "model_type": "gpt2"}, "'gpt2', which is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"sliding_window": 4096}, "sliding_window=4096"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config="),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
-        ({"hidden_size": None}, "lacks hidden_size"),
-        ({"hidden_size": "64"}, "hidden_size is '64', but must be a whole number"),
-        ({"num_key_value_heads": 3}, "cannot share 3"),
-        ({"head_dim": 15}, "RoPE needs an even one"),
-        ({"num_hidden_layers": 0}, "num_layers is 0"),
-        ({"attention_bias": "yes"}, "attention_bias is 'yes', but must be true or false"),
+        ({"architectures": ["GPT2LMHeadModel"]}, r"config\.json .*'GPT2LMHeadModel'"),
         ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
         ({"eos_token_id": list(range(17))}, "names 17 ids, but at most 16"),
         ({"num_hidden_layers": 10**9}, "says 1000000000 layers, but there are only 21 tensors"),
-        ({"rms_norm_eps": float("nan")}, "norm_eps is nan, but must be positive and finite"),
-        ({"rms_norm_eps": 0}, r"norm_eps is 0\.0, but must be positive"),
-        ({"rope_theta": float("inf")}, "rope_theta is inf, but must be positive and finite"),
-        ({"rope_theta": True}, "must be numbers"),
-        ({"architectures": [["LlamaForCausalLM"]]}, "which is not supported"),
-        ({"layer_types": [{"kind": 1}]}, "layer_types="),
-        ({"layer_types": "sliding_attention"}, "layer_types="),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
