@@ -1,53 +1,23 @@
 """The Python API: a model in this process, prompts in, completions out."""
 
-import collections
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from numbers import Integral
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from jaxserve.config import Config, load_config
-from jaxserve.engine import (
-    Delta,
-    Engine,
-    Finished,
-    ServedModel,
-    Stream,
-    Timings,
-    Tokenizer,
-    Usage,
-)
+from jaxserve.engine import Completion, Engine, ServedModel, Stream, Tokenizer, run_in_order
 from jaxserve.engine.fields import refusal
 from jaxserve.engine.limits import merge_sampling
 from jaxserve.engine.start import Progress, load_engine
-from jaxserve.errors import InvalidRequestError, QueueFullError
-from jaxserve.request import (
-    ChatMessage,
-    ChatPrompt,
-    FinishReason,
-    GenerationRequest,
-    SamplingParams,
-)
+from jaxserve.errors import InvalidRequestError, RequestError
+from jaxserve.request import ChatMessage, ChatPrompt, GenerationRequest, SamplingParams
 
+__all__ = ["LLM", "Completion", "Prompt", "as_own_reader"]
+
+WEEK_S: Final = 7 * 24 * 3600.0
 Prompt = str | Sequence[int] | ChatPrompt
-
-
-@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
-class Completion:
-    """What the model said to one prompt.
-
-    Attributes:
-      token_ids: all that were sampled, an end token too; its text is left out of `text`.
-      matched_stop: with STOP, the stop string or stop token id that ended it.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    matched_stop: str | int | None
-    usage: Usage
-    timings: Timings
 
 
 class LLM:
@@ -76,7 +46,8 @@ class LLM:
         Raises:
           CheckpointError, ConfigError, CapacityError: as `load_engine`.
         """
-        self._engine = load_engine(model, config or load_config(), progress=progress)
+        limits = as_own_reader(config or load_config())
+        self._engine = load_engine(model, limits, progress=progress)
         self._engine.start()
 
     @classmethod
@@ -121,26 +92,44 @@ class LLM:
             are cancelled.
           EngineDeadError: the engine failed.
         """
+        sampling = self._sampling(params)
         requests = [
             GenerationRequest(prompt=_as_prompt(prompt, chat=chat), sampling=sampling)
-            for sampling in [params or merge_sampling({}, self.model.sampling_defaults)]
             for prompt in _as_list(prompts)
         ]
         done: list[Completion] = []
-        streams: collections.deque[Stream] = collections.deque()
-        try:
-            for request in requests:
-                while (stream := self._try_submit(request, is_alone=not streams)) is None:
-                    done.append(_gather(streams.popleft()))
-                    _report(progress, len(done), len(requests))
-                streams.append(stream)
-            while streams:
-                done.append(_gather(streams.popleft()))
+        with contextlib.closing(self.generate_each(requests)) as results:
+            for result in results:
+                if isinstance(result, RequestError):
+                    raise result
+                done.append(result)
                 _report(progress, len(done), len(requests))
-        finally:
-            for stream in streams:
-                stream.cancel()
         return done
+
+    def generate_each(
+        self, requests: Iterable[GenerationRequest]
+    ) -> Generator[Completion | RequestError]:
+        """Yields one result for each request, in their order; a request's own error is its result.
+
+        For any number of requests, each with parameters of its own: they are drawn from the
+        iterable as room comes up, and whoever stops reading cancels the rest.
+
+        Raises:
+          NotServingError, EngineDeadError: the engine stopped or failed.
+        """
+        return run_in_order(self._engine, requests)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool = False
+    ) -> Stream:
+        """Returns one prompt's events as they come: `Started`, `Delta`s, `Finished`.
+
+        Raises:
+          RequestError: the prompt or a parameter is not allowed.
+        """
+        sampling = self._sampling(params)
+        request = GenerationRequest(prompt=_as_prompt(prompt, chat=chat), sampling=sampling)
+        return self._engine.submit(request)
 
     def close(self) -> None:
         """Stops the engine; requests still running end with an error. Twice is as once."""
@@ -157,14 +146,19 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _try_submit(self, request: GenerationRequest, *, is_alone: bool) -> Stream | None:
-        """Returns its stream, or None where one of ours has to end first."""
-        try:
-            return self._engine.submit(request)
-        except QueueFullError:
-            if is_alone:  # the queue is full of somebody else's
-                raise
-            return None
+    def _sampling(self, params: SamplingParams | None) -> SamplingParams:
+        return params or merge_sampling({}, self.model.sampling_defaults)
+
+
+def as_own_reader(config: Config) -> Config:
+    """Returns the configuration without the limits that guard a server from slow or lost clients.
+
+    Here the caller waits for what it sent itself, however long the queue is, and reads each output
+    at its end. A limit that was set on purpose stays.
+    """
+    wide = {"queue_timeout_s": WEEK_S, "stream_buffer_bytes": 1 << 30}
+    unset = {key: value for key, value in wide.items() if key not in config.limits.model_fields_set}
+    return config.model_copy(update={"limits": config.limits.model_copy(update=unset)})
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -193,28 +187,6 @@ def _as_prompt(prompt: Prompt, *, chat: bool) -> str | tuple[int, ...] | ChatPro
         case Iterable():
             return tuple(prompt)
     raise refusal(prompt, "prompt", "text, token ids or a conversation")
-
-
-def _gather(stream: Stream) -> Completion:
-    texts: list[str] = []
-    token_ids: list[int] = []
-    finished: Finished | None = None
-    for event in stream:
-        match event:
-            case Delta():
-                texts.append(event.text)
-                token_ids += event.token_ids
-            case Finished():
-                finished = event
-    assert finished is not None, "a stream ends with Finished, or raises"
-    return Completion(
-        text="".join(texts),
-        token_ids=tuple(token_ids),
-        finish_reason=finished.reason,
-        matched_stop=finished.matched_stop,
-        usage=finished.usage,
-        timings=finished.timings,
-    )
 
 
 def _report(progress: Callable[[int, int], None] | None, num_done: int, num_all: int) -> None:

@@ -1,13 +1,16 @@
 """The one engine thread and the streams it feeds. Imports no jax until an engine is loaded."""
 
+from jaxserve.engine.completion import Completion, gather
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.events import Delta, Event, ExecutionInfo, Finished, Started, Timings, Usage
+from jaxserve.engine.in_order import run_in_order
 from jaxserve.engine.intake import EngineState
 from jaxserve.engine.served_model import ServedModel
 from jaxserve.engine.stream import Stream
 from jaxserve.text.tokenizer import Tokenizer
 
 __all__ = [
+    "Completion",
     "Delta",
     "Engine",
     "EngineState",
@@ -20,4 +23,6 @@ __all__ = [
     "Timings",
     "Tokenizer",
     "Usage",
+    "gather",
+    "run_in_order",
 ]

@@ -2,7 +2,7 @@
 here is checked only what the records cannot say."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NoReturn
 
 from google.protobuf import duration_pb2
@@ -20,8 +20,8 @@ from jaxserve.request import (
     GenerationRequest,
     SamplingParams,
 )
+from jaxserve.server.json_text import parse_json
 
-MAX_JSON_DEPTH: Final = 64
 FINISH_REASONS: Final[Mapping[FinishReason, generation_pb2.FinishReason]] = {
     FinishReason.EOS: generation_pb2.FINISH_REASON_EOS,
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP_SEQUENCE,
@@ -156,9 +156,8 @@ def _read_json_object(text: str, field: str) -> dict[str, object]:
     if not text:
         return {}
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-        _check_depth(value, MAX_JSON_DEPTH)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(text)
+    except ValueError as error:
         raise InvalidRequestError(
             f"template_kwargs_json is not a JSON object ({error}); send an object such as "
             '{"enable_thinking": false}',
@@ -169,23 +168,6 @@ def _read_json_object(text: str, field: str) -> dict[str, object]:
             f"template_kwargs_json is a JSON {type(value).__name__}, but must be an object", field
         )
     return value
-
-
-def _check_depth(value: object, num_left: int) -> None:
-    """Keeps what walks the value later within Python's recursion limit."""
-    if num_left == 0:
-        raise ValueError(f"it is nested deeper than {MAX_JSON_DEPTH}")
-    children: Iterable[object] = ()
-    if isinstance(value, dict):
-        children = value.values()
-    elif isinstance(value, list):
-        children = value
-    for child in children:
-        _check_depth(child, num_left - 1)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _refuse(message: str, field: str) -> NoReturn:
