@@ -177,7 +177,7 @@ def build_live_request(
 ) -> LiveRequest:
     """Returns the request with its stream; with stop strings its text is made on this side."""
     sampling = request.sampling
-    decoder = Detokenizer(tokenizer, sampling.skip_special_tokens)
+    decoder = Detokenizer(tokenizer, sampling.skip_special_tokens, prompt=request.prompt)
     stops = None
     if sampling.stop_strings:
         stops = StopText(

@@ -1,7 +1,7 @@
 """Turns output token ids into text piece by piece."""
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -11,16 +11,27 @@ class Detokenizer:
 
     Every piece is valid text: the bytes of a character that is not complete yet are held, and
     `flush` gives U+FFFD for what never was completed. All pieces joined equal the one-shot decode
-    of all ids. The prompt plays no part, so nothing of it can appear. Work is constant a token: a
-    token's bytes do not depend on its neighbours.
+    of all ids. The prompt's text plays no part, so nothing of it can appear. Work is constant a
+    token: a token's bytes do not depend on its neighbours.
 
     A sentencepiece vocabulary writes the space before a word into the word, and `Tokenizer.decode`
-    drops the first one, because an encoded text begins with it. An output continues a text, so
-    here that space stays.
+    drops the first one, because an encoded text begins with it. An output continues its prompt's
+    text, so here that space stays; after a prompt without any text (BOS alone) it goes.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        *,
+        prompt: Sequence[int] | None = None,
+    ) -> None:
+        """Args:
+        prompt: the ids that the output continues; None if they are some text.
+        """
         self._tokenizer = tokenizer
+        opens_text = prompt is not None and not tokenizer.has_text(prompt)
+        self._opens_with = b" " if opens_text and tokenizer.strips_first_space else b""
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._separator = b""
@@ -31,6 +42,7 @@ class Detokenizer:
         for token_id in token_ids:
             piece = b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)
             if piece:
+                piece, self._opens_with = piece.removeprefix(self._opens_with), b""
                 pieces += (self._separator, piece)
                 self._separator = self._tokenizer.separator
         return self._decoder.decode(b"".join(pieces))

@@ -36,6 +36,7 @@ class Tokenizer:
       special_ids: left out of text by `skip_special_tokens`.
       vocab_size: highest id + 1.
       separator: bytes between tokens; empty but for word vocabularies.
+      strips_first_space: an encoded text begins with a space that the text did not have.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._rules = read_byte_rules(backend)
         self.separator = self._rules.separator
+        self.strips_first_space = self._rules.strips_first_space
         self._named_tokens = dict(named_tokens or {})
         self._bytes: dict[int, bytes] = {}
 
@@ -180,7 +182,11 @@ class Tokenizer:
         skipped = self.special_ids if skip_special_tokens else frozenset[int]()
         pieces = [self.token_bytes(id) for id in token_ids if id not in skipped]
         text = self.separator.join(piece for piece in pieces if piece).decode("utf-8", "replace")
-        return text.removeprefix(" ") if self._rules.strips_first_space else text
+        return text.removeprefix(" ") if self.strips_first_space else text
+
+    def has_text(self, token_ids: Iterable[int]) -> bool:
+        """Whether an id stands for text: it is neither special nor unknown."""
+        return any(self.token_bytes(id) for id in token_ids if id not in self.special_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes a token stands for; none for an unknown id."""
