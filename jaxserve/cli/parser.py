@@ -6,7 +6,7 @@ import sys
 from typing import Final
 
 import jaxserve
-from jaxserve.cli import config, generate, serve
+from jaxserve.cli import buckets, config, generate, info, serve
 
 DESCRIPTION: Final = """\
 A measured serving runtime for language models on one node.
@@ -35,6 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_parser(commands)
     serve.add_parser(commands)
     config.add_parser(commands)
+    buckets.add_parser(commands)
+    info.add_parser(commands)
     return parser
 
 

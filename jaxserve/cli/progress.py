@@ -9,7 +9,7 @@ import rich.console
 import rich.progress
 
 # The phases of engine/start.py, with the unit of their parts.
-_TITLES: Final = {"load": "weights, MiB", "compile": "programs"}
+_TITLES: Final = {"load": "weights read, MiB", "compile": "programs compiled"}
 
 
 class StartProgress:
@@ -58,4 +58,4 @@ class StartProgress:
                 self._bar.update(self._tasks[phase], completed=num_done, total=num_all)
             elif not self._is_quiet and num_done == num_all and phase not in self._printed:
                 self._printed.add(phase)
-                print(f"{_TITLES[phase]}: {num_all}", file=sys.stderr, flush=True)
+                print(f"{_TITLES[phase]}: {num_done} of {num_all}", file=sys.stderr, flush=True)
