@@ -5,7 +5,14 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
-from jaxserve.config import Config, KVSection, LimitsSection, RunnerSection, SchedulerSection
+from jaxserve.config import (
+    Config,
+    KVSection,
+    LimitsSection,
+    LogSection,
+    RunnerSection,
+    SchedulerSection,
+)
 from jaxserve.engine import Delta, Engine, EngineState, Event, Finished, ServedModel, Started
 from jaxserve.metrics import Metrics
 from jaxserve.plan import StepLimits, StepPlan
@@ -43,6 +50,9 @@ def build_engine(
     on_launch: Callable[[StepPlan], None] | None = None,
     on_result: Callable[[StepPlan], None] | None = None,
     chat_template: str | None = None,
+    metrics: Metrics | None = None,
+    log: LogSection | None = None,
+    page_bytes: int = 0,
 ) -> tuple[Engine, FakeRunner]:
     """Returns an engine that is not started yet, and its runner."""
     runner = FakeRunner(
@@ -59,6 +69,7 @@ def build_engine(
         scheduler=scheduler or SchedulerSection(max_seqs=step_limits.max_seqs),
         runner=RunnerSection(overlap=overlap),
         limits=bounds or LimitsSection(),
+        log=log or LogSection(),
     )
     model = ServedModel(
         name="bytes",
@@ -72,7 +83,8 @@ def build_engine(
         tokenizer=build_byte_tokenizer(chat_template=chat_template),
         config=config,
         model=model,
-        metrics=Metrics(),
+        metrics=metrics or Metrics(),
+        page_bytes=page_bytes,
         clock=clock or Clock(),
     )
     return engine, runner

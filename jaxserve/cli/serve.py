@@ -3,13 +3,15 @@
 import argparse
 
 from jaxserve.cli import exit_codes
-from jaxserve.cli.options import add_model_options, read_config
+from jaxserve.cli.options import add_metrics_options, add_model_options, read_config
+from jaxserve.metrics import Metrics
 
 EPILOG = """\
 examples:
   jaxserve serve
   jaxserve serve path/to/model --dtype bfloat16 --host 0.0.0.0 --port 50051
   jaxserve serve --config configs/baseline.toml
+  jaxserve serve --metrics-port 9100 & curl -s localhost:9100/metrics
 
 The port is open at once; health says NOT_SERVING until the model is loaded and every program is
 compiled. The first SIGTERM or ctrl-C refuses new requests and lets running ones end
@@ -33,6 +35,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--port", type=int, metavar="N", help="0 picks a free one; over server.port"
     )
+    add_metrics_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -40,7 +43,11 @@ def run(options: argparse.Namespace) -> int:
     """Serves until a signal or a failure; returns the exit code."""
     from jaxserve.engine.start import load_engine
     from jaxserve.server.lifecycle import serve  # here: grpc, for this command only
+    from jaxserve.server.metrics_http import serving_metrics
 
     config = read_config(options).config
-    has_failed = serve(lambda: load_engine(options.model, config), config) != 0
+    metrics = Metrics()
+    with serving_metrics(metrics, config.metrics):
+        code = serve(lambda: load_engine(options.model, config, metrics=metrics), config, metrics)
+    has_failed = code != 0
     return exit_codes.INTERNAL if has_failed else exit_codes.OK

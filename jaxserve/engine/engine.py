@@ -10,16 +10,11 @@ from typing import Final
 
 from jaxserve.config import Config
 from jaxserve.engine import limits
+from jaxserve.engine.accounts import Accounts, ThroughputLog
 from jaxserve.engine.intake import EngineState, Intake
-from jaxserve.engine.live_request import (
-    LiveRequest,
-    build_live_request,
-    error_label,
-    late_outcome,
-    outcome_label,
-)
+from jaxserve.engine.live_request import LiveRequest, build_live_request, late_outcome
 from jaxserve.engine.served_model import ServedModel
-from jaxserve.engine.stream import Stream, Waker
+from jaxserve.engine.stream import Delivery, Stream, Waker
 from jaxserve.errors import (
     EngineDeadError,
     JaxserveError,
@@ -88,6 +83,8 @@ class Engine:
         self._in_flight: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
         self._by_sequence: dict[int, LiveRequest] = {}
         self._waker = Waker()
+        self._accounts = Accounts(metrics, clock)
+        self._throughput = ThroughputLog(metrics, config.log.interval_s)
 
     # any thread
 
@@ -108,8 +105,11 @@ class Engine:
         self._change_state(EngineState.SERVING)
         self._thread.start()
 
-    def submit(self, asked: GenerationRequest) -> Stream:
+    def submit(self, asked: GenerationRequest, *, delivery: Delivery = "taken") -> Stream:
         """Checks a request to the end, queues it and returns its stream.
+
+        Args:
+          delivery: when a token counts as delivered; see `Stream`.
 
         Raises:
           RequestError: it is not allowed, can never fit, repeats an id in flight, or the queue is
@@ -133,10 +133,13 @@ class Engine:
                 max_bytes=self.config.limits.stream_buffer_bytes,
                 waker=self._waker,
                 on_cancel=functools.partial(self._intake.abort, request),
+                on_delivery=self._accounts.deliver,
+                delivery=delivery,
             )
-            self._intake.add(live, on_accept=self.metrics.requests_submitted.inc)
+            accept = functools.partial(self._accounts.accept, live)
+            self._intake.add(live, on_accept=accept)
         except JaxserveError as error:
-            self.metrics.requests_refused.labels(error_label(error)).inc()
+            self.metrics.count_refusal(error)
             raise
         return live.stream
 
@@ -192,6 +195,8 @@ class Engine:
         """Blocks while idle; False once the thread is to end."""
         self._waker.flush()
         if not self._in_flight:
+            if self._intake.is_empty:
+                self._throughput.rest(self._clock())
             self._intake.wait_for_work()
         return not self._intake.is_cut
 
@@ -206,6 +211,8 @@ class Engine:
             self._retire()
         elif not plan.has_work and self._scheduler.has_unfinished:
             raise RuntimeError("the scheduler planned nothing while nothing was in flight")
+        self._intake.tell_new(self._scheduler.update_gauges)
+        self._throughput.note_step(now_s)
 
     def _take_inbox(self) -> None:
         new, aborts = self._intake.take()
@@ -228,12 +235,12 @@ class Engine:
             self.metrics.overlapped_steps.inc()
         logger.debug("step=%d chunks=%d tokens=%d", plan.step_id, len(plan.chunks), plan.num_tokens)
         self._in_flight.append((plan, self._runner.launch(plan)))
+        self.metrics.step_tokens.observe(plan.num_tokens)
 
     def _start(self, live: LiveRequest, now_s: float) -> None:
         if live.scheduled_s is not None:  # resumed after a preemption
             return
-        live.scheduled_s = now_s
-        self.metrics.queue_seconds.observe(now_s - live.request.arrival_s)
+        self._accounts.start(live, now_s)
         self._intake.leave_queue(live)
         live.stream.start()
 
@@ -246,7 +253,6 @@ class Engine:
         stopped = self._match_stops(result)
         for update in self._scheduler.commit(plan, result, stopped):
             self._deliver(update, now_s)
-        self._scheduler.update_gauges()
 
     def _note_step(self, plan: StepPlan, result: StepResult) -> None:
         for chunk in plan.chunks:
@@ -274,17 +280,13 @@ class Engine:
             self._finish(request, NumericsError(text))
             return
         if update.token_id is not None:
-            last_token_s = live.last_token_s
+            before_s = live.last_token_s
             if not live.put(update.token_id, now_s=now_s, finish=update.finish):
                 limit = self.config.limits.stream_buffer_bytes
                 text = f"more than {limit} bytes of output are unread; read faster"
                 self._finish(request, SlowReaderError(text))
                 return
-            self.metrics.output_tokens.inc()
-            if last_token_s is None:
-                self.metrics.ttft_seconds.observe(now_s - request.arrival_s)
-            else:
-                self.metrics.itl_seconds.observe(now_s - last_token_s)
+            self._accounts.add_token(live, before_s=before_s, now_s=now_s)
         if update.finish is not None:
             self._finish(request, update.finish)
 
@@ -298,21 +300,8 @@ class Engine:
             self._by_sequence.pop(sequence.id, None)
         if self.state is not EngineState.FAILED:  # a failed engine's pages are nobody's
             self._scheduler.finish(request)
-        self._count_finish(live, outcome, now_s)
+        self._accounts.finish(live, outcome, now_s)
         live.end(outcome, now_s=now_s)
-
-    def _count_finish(
-        self, live: LiveRequest, outcome: FinishReason | JaxserveError, now_s: float
-    ) -> None:
-        label = outcome_label(outcome)
-        e2e_s = now_s - live.request.arrival_s
-        self.metrics.requests_finished.labels(label).inc()
-        self.metrics.prompt_tokens.inc(len(live.request.prompt))
-        self.metrics.e2e_seconds.observe(e2e_s)
-        logger.info(
-            "finished request_id=%r reason=%s prompt_tokens=%d output_tokens=%d seconds=%.3f",
-            live.request.id, label, len(live.request.prompt), live.num_output, e2e_s,
-        )  # fmt: skip
 
     def _end_rest(self) -> None:
         self._take_inbox()
@@ -321,6 +310,7 @@ class Engine:
             self._finish(live.request, NotServingError(text))
         while self._in_flight:
             self._retire()
+        self._scheduler.update_gauges()
 
     def _fail(self, error: Exception) -> None:
         logger.error("the engine failed and ends every request", exc_info=error)
@@ -330,5 +320,6 @@ class Engine:
         for live in self._intake.live():
             cause = f"the engine failed: {type(error).__name__}; restart the server"
             self._finish(live.request, EngineDeadError(cause))
+        self.metrics.clear_levels()
         self._waker.flush()
         self._tell(EngineState.FAILED)  # last: who hears it may end the process

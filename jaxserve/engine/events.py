@@ -60,11 +60,16 @@ class Started:
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class Delta:
-    """New output. Text and ids need not match one to one: text waits for whole characters."""
+    """New output. Text and ids need not match one to one: text waits for whole characters.
+
+    Attributes:
+      ready_s: when each token was on the host, on the engine's clock; not compared.
+    """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
+    ready_s: tuple[float, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)

@@ -120,6 +120,11 @@ class Intake:
             self._changed.wait_for(lambda: self._live or self._is_cut)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing is live."""
+        return not self._live
+
+    @property
     def is_cut(self) -> bool:
         return self._is_cut
 
@@ -133,6 +138,12 @@ class Intake:
     def live(self) -> Collection[LiveRequest]:
         with self._changed:
             return list(self._live.values())
+
+    def tell_new(self, update: Callable[[int, int], None]) -> None:
+        """Calls `update` with the requests not taken yet and their prompt tokens; none comes in
+        meanwhile."""
+        with self._changed:
+            update(len(self._new), sum(len(live.request.prompt) for live in self._new))
 
     def leave_queue(self, live: LiveRequest) -> None:
         """Its first tokens are scheduled: its place in the queue is free."""

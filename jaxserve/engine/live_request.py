@@ -1,18 +1,13 @@
 """A request while it is in the engine: its stream, its stops, its stamps and accounts."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from jaxserve.engine.events import ExecutionInfo, Finished, Timings, Usage
-from jaxserve.engine.stream import Decoder, Stream, Waker
-from jaxserve.errors import (
-    DeadlineError,
-    EngineDeadError,
-    JaxserveError,
-    NotServingError,
-    RequestError,
-)
+from jaxserve.engine.stream import Decoder, Delivery, Stream, Waker
+from jaxserve.errors import DeadlineError, JaxserveError
+from jaxserve.metrics import error_label
 from jaxserve.plan import Bucket
 from jaxserve.request import FinishReason, Request
 from jaxserve.text.detokenizer import Detokenizer
@@ -106,7 +101,7 @@ class LiveRequest:
             text = self.stops.text
         elif finish in ENDS_BY_ID and not self.request.sampling.include_stop_text:
             text = ""
-        if not self.stream.put(token_id, text=text):
+        if not self.stream.put(token_id, text=text, now_s=now_s):
             return False
         self.num_output += 1
         self.last_token_id = token_id
@@ -174,6 +169,8 @@ def build_live_request(
     max_bytes: int,
     waker: Waker,
     on_cancel: Callable[[], None],
+    on_delivery: Callable[[Sequence[float]], None],
+    delivery: Delivery,
 ) -> LiveRequest:
     """Returns the request with its stream; with stop strings its text is made on this side."""
     sampling = request.sampling
@@ -192,6 +189,8 @@ def build_live_request(
         decoder=None if stops else decoder,
         waker=waker,
         on_cancel=on_cancel,
+        on_delivery=on_delivery,
+        delivery=delivery,
     )
     return LiveRequest(request=request, stream=stream, stops=stops)
 
@@ -216,16 +215,3 @@ def outcome_label(outcome: FinishReason | JaxserveError) -> str:
     if isinstance(outcome, FinishReason):
         return outcome.value
     return f"error_{error_label(outcome)}"
-
-
-def error_label(error: JaxserveError) -> str:
-    """Returns the metrics' word for an error: `queue_full`, `not_serving`, …"""
-    match error:
-        case RequestError():
-            return error.reason.lower()
-        case EngineDeadError():
-            return "engine_dead"
-        case NotServingError():
-            return "not_serving"
-        case _:
-            return "other"

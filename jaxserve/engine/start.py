@@ -1,15 +1,17 @@
 """Start-up: from a model's name to an engine that is compiled, filled and ready to start."""
 
 import logging
+import platform
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import jaxserve
 from jaxserve.config import Config, default_cache_dir
 from jaxserve.engine import limits
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.served_model import ServedModel
-from jaxserve.mechanisms import check_mechanisms
+from jaxserve.mechanisms import active_mechanisms, check_mechanisms
 from jaxserve.metrics import Metrics
 from jaxserve.request import GenerationRequest
 
@@ -31,6 +33,7 @@ def load_engine(
     *,
     progress: Progress | None = None,
     only_for: Callable[[ServedModel], GenerationRequest] | None = None,
+    metrics: Metrics | None = None,
 ) -> Engine:
     """Returns an engine that is ready; `start` lets requests in.
 
@@ -41,6 +44,7 @@ def load_engine(
       progress: called from several threads.
       only_for: the one request the engine will run, made when the model is known: only what it
         can reach is compiled, and a request that is not allowed is refused before that.
+      metrics: of an endpoint that is open already; None makes new ones.
 
     Raises:
       CheckpointError: the model is missing, damaged or not supported.
@@ -57,7 +61,7 @@ def load_engine(
     header = source.load_header()
     header_s = time.monotonic() - started_s
     reach = None if only_for is None else _find_reach(header, config, only_for)
-    metrics = Metrics()
+    metrics = metrics or Metrics()
     runner = _build_runner(
         source, header, config, metrics=metrics, progress=progress or _no_progress, reach=reach
     )
@@ -68,6 +72,7 @@ def load_engine(
         dtype=runner.spec.dtype,
         capacity_tokens=(runner.num_pages - 1) * config.kv.page_size,
     )
+    _tell_setup(metrics, served, runner, config)
     logger.info(
         "engine ready model=%s mechanisms=%s header_s=%.2f seconds=%.2f",
         served.name,
@@ -84,6 +89,37 @@ def load_engine(
         page_bytes=bytes_of_page(
             header.config, page_size=config.kv.page_size, kv_dtype=runner.spec.kv_dtype
         ),
+    )
+
+
+def _tell_setup(metrics: Metrics, served: ServedModel, runner: "Runner", config: Config) -> None:
+    """Fills the metrics that say what runs: one series each."""
+    import jax
+
+    device = jax.devices()[0]
+    metrics.model_name = served.name
+    metrics.build.info(
+        {
+            "version": jaxserve.__version__,
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+            "platform": device.platform,
+            "device": device.device_kind,
+        }
+    )
+    metrics.config.info(
+        {
+            "model": served.name,
+            "architecture": served.architecture,
+            "quantization": served.quantization,
+            "dtype": served.dtype,
+            "kv_dtype": runner.spec.kv_dtype,
+            "attention": runner.spec.attention,
+            "page_size": str(config.kv.page_size),
+            "max_seqs": str(config.scheduler.max_seqs),
+            "max_model_tokens": str(served.max_model_tokens),
+            "mechanisms": ",".join(row.name for row in active_mechanisms(config)),
+        }
     )
 
 

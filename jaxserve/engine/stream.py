@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 from jaxserve.engine.events import Delta, Event, Finished, Started
 from jaxserve.errors import JaxserveError
 
 TOKEN_BYTES = 8  # of an unread token id, for the buffer's account
+
+# When a token counts as delivered: its reader has taken it, or has called `acknowledge`.
+Delivery = Literal["taken", "acknowledged"]
 
 
 class Decoder(Protocol):
@@ -66,12 +69,16 @@ class Stream:
         decoder: Decoder | None,
         waker: Waker,
         on_cancel: Callable[[], None],
+        on_delivery: Callable[[Sequence[float]], None],
+        delivery: Delivery = "taken",
     ) -> None:
         """Args:
         max_bytes: unread output that is kept; one put more ends the request.
         decoder: run by the reader over tokens that came without text; None where all have text.
         waker: told of a waiting task at each event; flushed by the engine.
         on_cancel: called at most once, by any thread, and never after the end.
+        on_delivery: called by the reader's thread with the times at which delivered tokens were
+          on the host.
         """
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
@@ -79,10 +86,13 @@ class Stream:
         self._decoder = decoder
         self._waker = waker
         self._on_cancel = on_cancel
+        self._on_delivery = on_delivery
+        self._delivery = delivery
         self._changed = threading.Condition()
         # shared, under _changed
         self._started = False
         self._token_ids: list[int] = []
+        self._ready_s: list[float] = []
         self._undecoded: list[int] = []
         self._texts: list[str] = []
         self._num_bytes = 0
@@ -103,10 +113,11 @@ class Stream:
             self._started = True
             self._wake()
 
-    def put(self, token_id: int, *, text: str | None = None) -> bool:
+    def put(self, token_id: int, *, now_s: float, text: str | None = None) -> bool:
         """Adds a token; False, and nothing is added, where the unread output would be too much.
 
         Args:
+          now_s: when it was on the host.
           text: None leaves the decoding to the reader; "" is a token without text.
         """
         num_bytes = TOKEN_BYTES + (len(text.encode()) if text else 0)
@@ -115,6 +126,7 @@ class Stream:
                 return False
             self._num_bytes += num_bytes
             self._token_ids.append(token_id)
+            self._ready_s.append(now_s)
             if text is None:
                 self._undecoded.append(token_id)
             elif text:
@@ -174,6 +186,10 @@ class Stream:
         if has_ended:
             on_end()
 
+    def acknowledge(self, ready_s: Sequence[float]) -> None:
+        """Tells that tokens were carried on: the `ready_s` of their deltas."""
+        self._on_delivery(ready_s)
+
     def cancel(self) -> None:
         """Asks the engine to end the request; nothing happens where it has ended."""
         with self._changed:
@@ -216,6 +232,7 @@ class Stream:
                 self._has_read_start = True
                 return Started(request_id=self.request_id, prompt_tokens=self.prompt_tokens)
             token_ids, self._token_ids = self._token_ids, []
+            ready_s, self._ready_s = self._ready_s, []
             undecoded, self._undecoded = self._undecoded, []
             texts, self._texts = self._texts, []
             self._num_bytes = 0
@@ -225,8 +242,10 @@ class Stream:
             if isinstance(end, Finished) and not self._is_flushed:
                 self._is_flushed = True
                 text += self._decoder.flush()
+        if ready_s and self._delivery == "taken":
+            self._on_delivery(ready_s)
         if token_ids or text:
-            return Delta(index=0, text=text, token_ids=tuple(token_ids))
+            return Delta(index=0, text=text, token_ids=tuple(token_ids), ready_s=tuple(ready_s))
         assert end is not None, "woken for nothing"
         self._is_over = True
         if isinstance(end, JaxserveError):

@@ -1,104 +1,266 @@
 """Counters, gauges and histograms of one engine, in a registry of its own (prometheus-client).
 
-Tests and reports read values through `Metrics.value`; nothing here is global.
+Tests and reports read values through `Metrics.value`; nothing here is global. The phases of a
+request, on the engine's monotonic clock:
+
+- queue: arrival (submit is called) until its first tokens are scheduled;
+- prefill: from there until its first token is on the host, preemptions included;
+- decode: first until last token on the host, likewise;
+- delivery, of each token: on the host until accepted by whoever carries it on: gRPC's write has
+  returned (for a unary call: the response is handed over), or, within the process, the reader has
+  taken it.
+
+Every label has a bounded set of values: an enumeration, or the shapes compiled at start-up.
 """
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections.abc import Sequence
+from typing import Final
 
-LATENCY_BUCKETS_S = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+
+from jaxserve import errors
+from jaxserve.request import FinishReason
+
+PREFIX: Final = "jaxserve_"
+LATENCY_BUCKETS_S: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+    120.0, 300.0, 600.0,
 )  # fmt: skip
+TOKEN_BUCKETS: Final = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000
+)  # fmt: skip
+# What `Metrics.value` can be asked of each type, after the family's name.
+_SUFFIXES: Final = {
+    "counter": ("_total",),
+    "gauge": ("",),
+    "histogram": ("_bucket", "_count", "_sum"),
+    "info": ("_info",),
+}
+# Errors that end a request after it was accepted; all others refuse it.
+_LATE_ERRORS: Final = (errors.SlowReaderError, errors.DeadlineError, errors.NumericsError)
+_STATE_LABELS: Final = ("not_serving", "engine_dead")
+_Family = Counter | Gauge | Histogram | Info
 
 
 class Metrics:
-    """What the engine counts. Every counter only rises."""
+    """What the engine counts. Every counter only rises.
+
+    Attributes:
+      model_name: the served model's; None until it is known.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.model_name: str | None = None
+        self._by_sample: dict[str, _Family] = {}
+        self._make_requests()
+        self._make_steps()
+        self._make_mechanisms()
+        self._make_levels()
+        self._make_times()
+        self.build = self._info("build", "Versions, and the machine's kind of device.")
+        self.config = self._info("config", "What is served, and how it was set up.")
 
-        def counter(name: str, help_text: str, *labels: str) -> Counter:
-            return Counter(f"jaxserve_{name}", help_text, labels, registry=self.registry)
-
-        def gauge(name: str, help_text: str) -> Gauge:
-            return Gauge(f"jaxserve_{name}", help_text, registry=self.registry)
-
-        def histogram(name: str, help_text: str) -> Histogram:
-            return Histogram(
-                f"jaxserve_{name}", help_text, buckets=LATENCY_BUCKETS_S, registry=self.registry
-            )
-
-        # requests: submitted = the sum of finished over reasons, once idle
-        self.requests_submitted = counter("requests_submitted", "Requests accepted by submit.")
-        self.requests_refused = counter("requests_refused", "Refused at submit.", "reason")
-        self.requests_finished = counter("requests_finished", "Requests ended.", "reason")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
-        self.output_tokens = counter("output_tokens", "Tokens delivered.")
-        self.surplus_tokens = counter(
+    def _make_requests(self) -> None:
+        self.requests_submitted = self._counter("requests_submitted", "Accepted by submit.")
+        self.requests_refused = self._counter(
+            "requests_refused", "Refused before they were accepted.", "reason"
+        )
+        self.requests_finished = self._counter(
+            "requests_finished", "Accepted ones that ended.", "reason"
+        )
+        self.rpcs = self._counter("rpcs", "gRPC calls that ended.", "method", "code")
+        for reason in refusal_labels():
+            self.requests_refused.labels(reason)
+        for reason in finish_labels():
+            self.requests_finished.labels(reason)
+        self.prompt_tokens = self._counter(
+            "prompt_tokens", "Prompt tokens of requests, counted at the first output token."
+        )
+        self.output_tokens = self._counter("output_tokens", "Tokens put into streams.")
+        self.surplus_tokens = self._counter(
             "surplus_tokens", "Tokens sampled after the end was decided; never delivered."
         )
 
-        # steps
-        self.steps = counter("steps", "Steps launched.", "bucket")
-        self.real_tokens = counter("step_real_tokens", "Tokens computed.", "bucket")
-        self.padded_tokens = counter("step_padded_tokens", "Bucket padding computed.", "bucket")
-        self.output_programs = counter("output_programs", "Output programs run.", "variant")
-        self.compiles = counter("compiles", "Programs compiled before serving.", "kind")
-        self.compile_seconds = counter("compile_seconds", "Seconds spent compiling.", "kind")
-        self.cache_hits = counter("compile_cache_hits", "Programs read from the persistent cache.")
-        self.recompiles = counter("recompiles", "Programs compiled after warm-up: a fault.")
-        self.sampler_fallbacks = counter(
+    def _make_steps(self) -> None:
+        self.steps = self._counter("steps", "Steps launched.", "bucket")
+        self.real_tokens = self._counter("step_real_tokens", "Tokens computed.", "bucket")
+        self.padded_tokens = self._counter(
+            "step_padded_tokens", "Bucket padding computed.", "bucket"
+        )
+        self.output_programs = self._counter(
+            "output_programs", "Output programs run.", "bucket", "variant"
+        )
+        self.compiles = self._counter(
+            "compiles", "Programs compiled before serving.", "kind", "bucket"
+        )
+        self.compile_seconds = self._counter(
+            "compile_seconds", "Seconds spent compiling or reading the cache.", "kind", "bucket"
+        )
+        self.cache_hits = self._counter(
+            "compile_cache_hits", "Programs read from the persistent cache.", "kind", "bucket"
+        )
+        self.recompiles = self._counter("recompiles", "Programs compiled after warm-up: a fault.")
+        self.sampler_fallbacks = self._counter(
             "sampler_fallbacks", "Steps whose filters needed more than the candidate cap."
         )
+        self.useful_rows = self._counter(
+            "useful_rows", "Row-steps that paid a live sequence's tokens."
+        )
+        self.offered_rows = self._counter("offered_rows", "Row-steps that the steps' batch held.")
 
-        # mechanisms: each proves that it ran
-        self.preemptions = counter("preemptions", "Sequences that gave pages and row back.")
-        self.recomputed_tokens = counter("recomputed_tokens", "Tokens computed again after it.")
-        self.chunked_prompts = counter("chunked_prompts", "Prompts split over several steps.")
-        self.mixed_steps = counter("mixed_steps", "Steps with both chunks and one-token rows.")
-        self.joined_running = counter(
+    def _make_mechanisms(self) -> None:
+        """Each proves that its mechanism ran."""
+        self.preemptions = self._counter("preemptions", "Sequences that gave pages and row back.")
+        self.recomputed_tokens = self._counter("recomputed_tokens", "Tokens computed again for it.")
+        self.chunked_prompts = self._counter("chunked_prompts", "Prompts split over several steps.")
+        self.mixed_steps = self._counter("mixed_steps", "Steps with chunks and one-token rows.")
+        self.joined_running = self._counter(
             "joined_running", "Sequences admitted while others were running."
         )
-        self.pages_allocated = counter("kv_pages_allocated", "Pages handed out.")
-        self.grown_pages = counter(
+        self.pages_allocated = self._counter("kv_pages_allocated", "Pages handed out.")
+        self.grown_pages = self._counter(
             "kv_grown_pages", "Pages taken by a running sequence as it grew."
         )
-        self.reserved_pages = counter("kv_reserved_pages", "Pages taken ahead of need.")
-        self.overlapped_steps = counter(
+        self.reserved_pages = self._counter("kv_reserved_pages", "Pages taken ahead of need.")
+        self.page_copies = self._counter("kv_page_copies", "Pages copied.")
+        self.overlapped_steps = self._counter(
             "overlapped_steps", "Steps launched before an earlier result was read."
         )
-        self.overlap_waits = counter("overlap_waits", "Steps that had to retire first.", "reason")
-        self.bucketed_steps = counter(
+        self.overlap_waits = self._counter(
+            "overlap_waits", "Steps that had to retire first.", "reason"
+        )
+        self.bucketed_steps = self._counter(
             "bucketed_steps", "Steps run in a bucket smaller than the largest of its kind."
         )
-        self.page_copies = counter("kv_page_copies", "Pages copied.")
 
-        # levels
-        self.requests_running = gauge("requests_running", "Requests holding a state row.")
-        self.requests_waiting = gauge("requests_waiting", "Requests in the queue.")
-        self.waiting_tokens = gauge("waiting_tokens", "Prompt tokens in the queue.")
-        self.kv_capacity_tokens = gauge("kv_capacity_tokens", "Tokens the pool can hold.")
-        self.kv_reserved_bytes = gauge("kv_reserved_bytes", "Bytes of pages held by sequences.")
-        self.kv_used_bytes = gauge("kv_used_bytes", "Bytes of page rows holding a computed token.")
-        self.kv_stranded_bytes = gauge("kv_stranded_bytes", "Reserved less used.")
-        self.useful_rows = counter("useful_rows", "Row-steps that paid a live sequence's tokens.")
-        self.offered_rows = counter("offered_rows", "Row-steps that the steps' batch held.")
+    def _make_levels(self) -> None:
+        self.requests_running = self._gauge("requests_running", "Requests holding a state row.")
+        self.requests_waiting = self._gauge("requests_waiting", "Requests in the queue.")
+        self.waiting_tokens = self._gauge("waiting_tokens", "Prompt tokens in the queue.")
+        self.kv_usage = self._gauge("kv_usage_ratio", "Share of the pool's pages not free, 0 to 1.")
+        self.kv_capacity_tokens = self._gauge("kv_capacity_tokens", "Tokens the pool can hold.")
+        self.kv_reserved_bytes = self._gauge(
+            "kv_reserved_bytes", "Bytes of pages held by sequences."
+        )
+        self.kv_used_bytes = self._gauge(
+            "kv_used_bytes", "Bytes of page rows holding a computed token."
+        )
+        self.kv_stranded_bytes = self._gauge("kv_stranded_bytes", "Reserved less used.")
 
-        # times
-        self.queue_seconds = histogram("queue_seconds", "Arrival to first scheduled.")
-        self.ttft_seconds = histogram("time_to_first_token_seconds", "Arrival to first token.")
-        self.itl_seconds = histogram("inter_token_seconds", "Between tokens of a sequence.")
-        self.e2e_seconds = histogram("request_seconds", "Arrival to end.")
+    def _make_times(self) -> None:
+        seconds = LATENCY_BUCKETS_S
+        self.queue_seconds = self._histogram(
+            "queue_seconds", "Arrival to first scheduled.", seconds
+        )
+        self.prefill_seconds = self._histogram(
+            "prefill_seconds", "First scheduled to first token.", seconds
+        )
+        self.decode_seconds = self._histogram(
+            "decode_seconds", "First to last token of an ended request.", seconds
+        )
+        self.inference_seconds = self._histogram(
+            "inference_seconds", "First scheduled to last token of an ended request.", seconds
+        )
+        self.delivery_seconds = self._histogram(
+            "delivery_seconds", "Each token: on the host to accepted by its carrier.", seconds
+        )
+        self.ttft_seconds = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", seconds
+        )
+        self.itl_seconds = self._histogram(
+            "inter_token_seconds", "Between tokens of a sequence.", seconds
+        )
+        self.tpot_seconds = self._histogram(
+            "time_per_output_token_seconds",
+            "Decode time by tokens after the first, of ended requests with at least two.",
+            seconds,
+        )
+        self.e2e_seconds = self._histogram("request_seconds", "Arrival to end.", seconds)
+        self.request_prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of an ended request.", TOKEN_BUCKETS
+        )
+        self.request_output_tokens = self._histogram(
+            "request_output_tokens", "Output tokens of an ended request.", TOKEN_BUCKETS
+        )
+        self.step_tokens = self._histogram("step_tokens", "Tokens of a step.", TOKEN_BUCKETS)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return self._add(Counter(f"{PREFIX}{name}", help_text, labels, registry=self.registry))
+
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return self._add(Gauge(f"{PREFIX}{name}", help_text, registry=self.registry))
+
+    def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
+        return self._add(
+            Histogram(f"{PREFIX}{name}", help_text, buckets=buckets, registry=self.registry)
+        )
+
+    def _info(self, name: str, help_text: str) -> Info:
+        return self._add(Info(f"{PREFIX}{name}", help_text, registry=self.registry))
+
+    def _add[F: _Family](self, family: F) -> F:
+        (described,) = family.describe()
+        for suffix in _SUFFIXES[described.type]:
+            self._by_sample[f"{described.name}{suffix}"] = family
+        return family
+
+    def count_refusal(self, error: errors.JaxserveError) -> None:
+        """Counts a request that is not accepted."""
+        self.requests_refused.labels(error_label(error)).inc()
+
+    def clear_levels(self) -> None:
+        """Nothing runs or waits any more, and no page is anybody's."""
+        for level in (
+            self.requests_running, self.requests_waiting, self.waiting_tokens, self.kv_usage,
+            self.kv_reserved_bytes, self.kv_used_bytes, self.kv_stranded_bytes,
+        ):  # fmt: skip
+            level.set(0)
 
     def value(self, name: str, **labels: str) -> float:
-        """Returns one sample, such as ``value("preemptions_total")``; 0.0 if never touched."""
-        return self.registry.get_sample_value(f"jaxserve_{name}", labels) or 0.0
+        """Returns a sample, such as ``value("preemptions_total")``, summed over the labels that are
+        not given; 0.0 if it was never touched.
+
+        Raises:
+          KeyError: there is no such sample.
+        """
+        wanted = f"{PREFIX}{name}"
+        return sum(
+            sample.value
+            for family in self._by_sample[wanted].collect()
+            for sample in family.samples
+            if sample.name == wanted and labels.items() <= sample.labels.items()
+        )
 
     def total(self, name: str) -> float:
         """Returns a sample summed over its labels, such as ``total("steps_total")``."""
-        wanted = f"jaxserve_{name}"
-        return sum(
-            sample.value
-            for family in self.registry.collect()
-            for sample in family.samples
-            if sample.name == wanted
-        )
+        return self.value(name)
+
+
+def error_label(error: errors.JaxserveError) -> str:
+    """Returns the metrics' word for an error: `queue_full`, `not_serving`, …"""
+    match error:
+        case errors.RequestError():
+            return error.reason.lower()
+        case errors.EngineDeadError():
+            return "engine_dead"
+        case errors.NotServingError():
+            return "not_serving"
+        case _:
+            return "other"
+
+
+def refusal_labels() -> tuple[str, ...]:
+    """Returns the reasons for which a request is not accepted."""
+    kinds = [errors.RequestError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    early = [kind.reason.lower() for kind in kinds[1:] if kind not in _LATE_ERRORS]
+    return (*early, *_STATE_LABELS)
+
+
+def finish_labels() -> tuple[str, ...]:
+    """Returns the reasons with which an accepted request ends."""
+    late = [kind.reason.lower() for kind in _LATE_ERRORS]
+    faults = [f"error_{label}" for label in (*late, *_STATE_LABELS)]
+    return (*(reason.value for reason in FinishReason), *faults)

@@ -52,17 +52,18 @@ class ProgramKey:
 
     @property
     def name(self) -> str:
-        match self.bucket:
-            case Bucket():
-                return f"{self.kind} {bucket_name(self.bucket)}"
-            case OutputBucket():
-                return f"{self.kind} {self.bucket.rows} {self.bucket.variant}"
-            case None:
-                return self.kind
+        return self.kind if self.bucket is None else f"{self.kind} {bucket_name(self.bucket)}"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The metrics' labels of what is counted for each program."""
+        return {"kind": self.kind, "bucket": bucket_name(self.bucket) if self.bucket else ""}
 
 
-def bucket_name(bucket: Bucket) -> str:
-    """Returns the metrics' word for a forward bucket: `8x1+64`."""
+def bucket_name(bucket: Bucket | OutputBucket) -> str:
+    """Returns the metrics' word for a bucket: `8x1+64` of a forward, `8 greedy` of an output."""
+    if isinstance(bucket, OutputBucket):
+        return f"{bucket.rows} {bucket.variant}"
     return f"{bucket.decode_seqs}x{bucket.verify_tokens}+{bucket.chunk_tokens}"
 
 
@@ -122,7 +123,11 @@ class Programs:
             try:
                 for num_done, future in enumerate(as_completed(futures), 1):
                     key = futures[future]
-                    self._compiled[key], seconds = future.result()
+                    self._compiled[key], seconds, is_cached = future.result()
+                    logger.info(
+                        "compiled program=%r seconds=%.2f is_cached=%s done=%d of=%d",
+                        key.name, seconds, is_cached, num_done, len(missing),
+                    )  # fmt: skip
                     if progress:
                         progress(num_done, len(missing), key.name, seconds)
             finally:
@@ -136,13 +141,10 @@ class Programs:
         num_hits = watch.num_hits_here - hits_before
         num_compiles = watch.num_compiles_here - compiles_before  # 0: this process had it already
         seconds = time.monotonic() - started_s
-        self._metrics.compile_seconds.labels(kind=key.kind).inc(seconds)
-        self._metrics.cache_hits.inc(num_hits)
-        self._metrics.compiles.labels(kind=key.kind).inc(num_compiles)
-        logger.info(
-            "compiled program=%r seconds=%.2f is_cached=%s", key.name, seconds, not num_compiles
-        )
-        return compiled, seconds
+        self._metrics.compile_seconds.labels(**key.labels).inc(seconds)
+        self._metrics.cache_hits.labels(**key.labels).inc(num_hits)
+        self._metrics.compiles.labels(**key.labels).inc(num_compiles)
+        return compiled, seconds, num_compiles == 0
 
     def forbid_compiles(self) -> None:
         """From now on a compile outside `compile_all` is a fault."""

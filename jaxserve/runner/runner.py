@@ -122,6 +122,7 @@ class Runner:
             self._kv, self._state, self._hidden_TD = self._run["init", None]()
         self._row_sampling = [SamplingParams()] * self._spec.max_seqs
         self._programs.forbid_compiles()
+        self._show_unused()
         logger.info("runner ready dtype=%s kv_dtype=%s programs=%d", dtype, kv_dtype, len(keys))
 
     @property
@@ -176,7 +177,9 @@ class Runner:
             else:
                 last_token_B, result = run(*arguments)
                 self._state = dataclasses.replace(held, last_token_B=last_token_B)
-            self._metrics.output_programs.labels(variant=output.variant).inc()
+            self._metrics.output_programs.labels(
+                bucket=bucket_name(output), variant=output.variant
+            ).inc()
         self._count_step(plan, bucket)
         return LaunchedStep(
             result,
@@ -215,6 +218,16 @@ class Runner:
             for chunk in sampling
         }
         return max(wanted, key=VARIANTS.index, default="greedy")
+
+    def _show_unused(self) -> None:
+        """Has the metrics show a zero for what never ran."""
+        metrics = self._metrics
+        for bucket in self._scheme.forwards:
+            name = bucket_name(bucket)
+            for counter in (metrics.steps, metrics.real_tokens, metrics.padded_tokens):
+                counter.labels(bucket=name)
+        for output in self._scheme.outputs:
+            metrics.output_programs.labels(bucket=bucket_name(output), variant=output.variant)
 
     def _count_step(self, plan: StepPlan, bucket: Bucket) -> None:
         metrics, name, real = self._metrics, bucket_name(bucket), plan.num_tokens

@@ -190,12 +190,18 @@ class Scheduler:
             self._metrics.surplus_tokens.inc(num_surplus)
         return updates
 
-    def update_gauges(self) -> None:
-        """Sets the levels: queue, rows, and bytes of K/V."""
+    def update_gauges(self, num_new: int = 0, num_new_tokens: int = 0) -> None:
+        """Sets the levels: queue, rows, and bytes of K/V.
+
+        Args:
+          num_new: requests on their way here, which wait too.
+          num_new_tokens: of their prompts.
+        """
         metrics, pool = self._metrics, self._pool
         metrics.requests_running.set(len(self._running))
-        metrics.requests_waiting.set(len(self._waiting))
-        metrics.waiting_tokens.set(self.waiting_tokens)
+        metrics.requests_waiting.set(len(self._waiting) + num_new)
+        metrics.waiting_tokens.set(self.waiting_tokens + num_new_tokens)
+        metrics.kv_usage.set(1 - pool.num_free / pool.num_usable)
         num_used = sum(sequence.num_computed for sequence in self._running)
         reserved = sum(len(sequence.pages) for sequence in self._running) * self._page_bytes
         used = num_used * self._page_bytes / pool.page_size

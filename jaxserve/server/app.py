@@ -14,6 +14,7 @@ from jaxserve.config import Config
 from jaxserve.engine import Engine, EngineState
 from jaxserve.errors import ConfigError, NotServingError
 from jaxserve.gen import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
+from jaxserve.metrics import Metrics
 from jaxserve.server.edge import Edge
 from jaxserve.server.generation import GenerationServicer
 from jaxserve.server.models import ModelServicer
@@ -41,7 +42,10 @@ class Server:
       port: the bound one, once started.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, metrics: Metrics) -> None:
+        """Args:
+        metrics: those of the engine to come.
+        """
         self.port = 0
         self._config = config
         self._engine: Engine | None = None
@@ -50,7 +54,7 @@ class Server:
         self._states: asyncio.Queue[EngineState] = asyncio.Queue()
         self._has_ended = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
-        self._edge = Edge(config.limits)
+        self._edge = Edge(config.limits, metrics)
         self._server = self._build()
 
     @property

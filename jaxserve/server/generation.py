@@ -43,12 +43,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, message: generation_pb2.GenerateRequest, context: Context
     ) -> generation_pb2.GenerateResponse:
         request_id = find_request_id(message.request_id, context)
-        async with self._edge.call(context, request_id):
+        async with self._edge.call(context, "Generate", request_id):
             async with self._open_stream(message, context, request_id) as stream:
                 replies = self._replies(message, interval=MAX_DELTA_TOKENS)
                 messages = [reply async for event in stream for reply in replies.push(event)]
             response = convert.build_response(messages)
             self._edge.check_size(response)
+            stream.acknowledge(replies.take_sent())  # as near as gRPC lets a unary call see it
         return response
 
     @override
@@ -57,19 +58,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         request_id = find_request_id(message.request_id, context)
         async with (
-            self._edge.call(context, request_id),
+            self._edge.call(context, "StreamGenerate", request_id),
             self._open_stream(message, context, request_id) as stream,
         ):
             replies = self._replies(message, interval=message.output.stream_interval or 1)
             async for event in stream:
                 for reply in replies.push(event):
                     await context.write(reply)
+                    stream.acknowledge(replies.take_sent())
 
     @override
     async def Tokenize(
         self, message: generation_pb2.TokenizeRequest, context: Context
     ) -> generation_pb2.TokenizeResponse:
-        async with self._edge.call(context):
+        async with self._edge.call(context, "Tokenize"):
             response = await self._in_thread(lambda: self._tokenize(message))
             self._edge.check_size(response)
         return response
@@ -78,7 +80,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Detokenize(
         self, message: generation_pb2.DetokenizeRequest, context: Context
     ) -> generation_pb2.DetokenizeResponse:
-        async with self._edge.call(context):
+        async with self._edge.call(context, "Detokenize"):
             response = await self._in_thread(lambda: self._detokenize(message))
             self._edge.check_size(response)
         return response
@@ -104,18 +106,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _submit(
         self, message: generation_pb2.GenerateRequest, context: Context, request_id: str
     ) -> Stream:
-        check_request_id(request_id)
-        engine = self._get_engine()
+        with self._edge.counting_refusals():
+            check_request_id(request_id)
+            engine = self._get_engine()
         remaining_s = context.time_remaining()
         deadline_s = None if remaining_s is None else engine.now() + remaining_s
 
         def submit() -> Stream:
-            refuse_unsupported(message)
-            convert.check_model(message.model, engine.model)
-            asked = convert.read_generate(
-                message, request_id=request_id, deadline_s=deadline_s, model=engine.model
-            )
-            return engine.submit(asked)
+            with self._edge.counting_refusals():
+                refuse_unsupported(message)
+                convert.check_model(message.model, engine.model)
+                asked = convert.read_generate(
+                    message, request_id=request_id, deadline_s=deadline_s, model=engine.model
+                )
+            return engine.submit(asked, delivery="acknowledged")
 
         if message.ByteSize() <= INLINE_BYTES and not message.HasField("chat"):
             return submit()

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from jaxserve.config import Config
 from jaxserve.engine import Engine, EngineState
+from jaxserve.metrics import Metrics
 from jaxserve.server.app import Server
 
 logger = logging.getLogger(__name__)
@@ -18,7 +19,7 @@ FLUSH_S: Final = 5.0  # for the last messages to leave, once every request has e
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
-def serve(load_engine: Callable[[], Engine], config: Config) -> int:
+def serve(load_engine: Callable[[], Engine], config: Config, metrics: Metrics) -> int:
     """Serves until a signal or a failure; returns the process's exit code.
 
     The port is open at once, so that the process can be probed while `load_engine` works. The first
@@ -28,6 +29,7 @@ def serve(load_engine: Callable[[], Engine], config: Config) -> int:
 
     Args:
       load_engine: called in a thread; its engine is started here if it is not yet.
+      metrics: those of that engine.
 
     Raises:
       ConfigError: the address cannot be bound.
@@ -35,7 +37,9 @@ def serve(load_engine: Callable[[], Engine], config: Config) -> int:
     """
 
     async def run() -> int:
-        return await Service(load_engine, config).run()  # made inside: grpc binds to the loop
+        return await Service(
+            load_engine, config, metrics
+        ).run()  # made inside: grpc binds to the loop
 
     return asyncio.run(run())
 
@@ -47,10 +51,10 @@ class Service:
       server: has its port once `run` has begun to listen.
     """
 
-    def __init__(self, load_engine: Callable[[], Engine], config: Config) -> None:
+    def __init__(self, load_engine: Callable[[], Engine], config: Config, metrics: Metrics) -> None:
         self._load_engine = load_engine
         self._config = config
-        self.server = Server(config)
+        self.server = Server(config, metrics)
         self._first_signal = asyncio.Event()
         self._second_signal = asyncio.Event()
 

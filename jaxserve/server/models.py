@@ -21,7 +21,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def ListModels(
         self, message: model_pb2.ListModelsRequest, context: Context
     ) -> model_pb2.ListModelsResponse:
-        async with self._edge.call(context):
+        async with self._edge.call(context, "ListModels"):
             refuse_unsupported(message)
             model = convert.build_model(self._get_engine().model)
         return model_pb2.ListModelsResponse(models=[model])
@@ -30,7 +30,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def GetModel(
         self, message: model_pb2.GetModelRequest, context: Context
     ) -> model_pb2.GetModelResponse:
-        async with self._edge.call(context):
+        async with self._edge.call(context, "GetModel"):
             refuse_unsupported(message)
             served = self._get_engine().model
             convert.check_model(message.name, served, field="name")

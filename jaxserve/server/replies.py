@@ -29,6 +29,8 @@ class Replies:
         self._start: generation_pb2.GenerationStart | None = None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._gathered_s: list[float] = []
+        self._sent_s: list[float] = []
 
     def push(self, event: Event) -> Iterator[generation_pb2.StreamGenerateResponse]:
         """Yields the messages that are due with this event."""
@@ -39,6 +41,7 @@ class Replies:
                 yield from self._take_start()
                 self._texts.append(event.text)
                 self._token_ids += event.token_ids
+                self._gathered_s += event.ready_s
                 if len(self._token_ids) >= self._interval:
                     yield from self._take_delta()
             case Finished():
@@ -46,6 +49,11 @@ class Replies:
                 yield from self._take_delta()
                 finish = convert.build_finish(event, self._output)
                 yield generation_pb2.StreamGenerateResponse(finish=finish)
+
+    def take_sent(self) -> list[float]:
+        """Returns when each token of the messages since the last call was on the host."""
+        sent_s, self._sent_s = self._sent_s, []
+        return sent_s
 
     def _take_start(self) -> Iterator[generation_pb2.StreamGenerateResponse]:
         start, self._start = self._start, None
@@ -55,5 +63,7 @@ class Replies:
     def _take_delta(self) -> Iterator[generation_pb2.StreamGenerateResponse]:
         delta = convert.build_delta(self._texts, self._token_ids, self._output)
         self._texts, self._token_ids = [], []
+        # where they make no message, they go with the next
+        self._sent_s, self._gathered_s = self._sent_s + self._gathered_s, []
         if delta is not None:
             yield generation_pb2.StreamGenerateResponse(delta=delta)

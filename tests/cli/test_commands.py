@@ -19,6 +19,7 @@ from jaxserve.cli.parser import build_parser
 from jaxserve.config import Config
 from jaxserve.engine import Engine, ServedModel
 from jaxserve.errors import CheckpointError, EngineDeadError
+from jaxserve.metrics import Metrics
 from jaxserve.request import ChatPrompt, GenerationRequest
 from tests.engines import build_engine
 from tests.fakes import EOS_ID, say
@@ -47,9 +48,10 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Config, Generatio
         *,
         progress: object = None,
         only_for: Callable[[ServedModel], GenerationRequest] | None = None,
+        metrics: Metrics | None = None,
     ) -> Engine:
         engine, _ = build_engine(
-            script=say({None: [*ANSWER.encode(), EOS_ID]}), chat_template=TEMPLATE
+            script=say({None: [*ANSWER.encode(), EOS_ID]}), chat_template=TEMPLATE, metrics=metrics
         )
         calls.append((name, config, only_for and only_for(engine.model)))
         return engine
@@ -205,7 +207,7 @@ def test_serve_passes_its_options_on_and_says_how_it_ended(
 ) -> None:
     served: list[Config] = []
 
-    def serve(load_engine: Callable[[], Engine], config: Config) -> int:
+    def serve(load_engine: Callable[[], Engine], config: Config, metrics: Metrics) -> int:
         load_engine()
         served.append(config)
         return returned

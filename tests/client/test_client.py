@@ -200,10 +200,12 @@ async def test_nobody_there_is_unavailable_and_waiting_for_him_ends_in_time() ->
 @ASYNC
 async def test_waiting_begins_before_the_server_and_ends_with_its_engine() -> None:
     engine, _ = build_engine()
-    probe = Server(local(engine.config))
+    probe = Server(local(engine.config), engine.metrics)
     await probe.start()  # to learn a free port
     await probe.stop(0.0)
-    server = Server(engine.config.model_copy(update={"server": ServerSection(port=probe.port)}))
+    server = Server(
+        engine.config.model_copy(update={"server": ServerSection(port=probe.port)}), engine.metrics
+    )
     async with AsyncClient(f"127.0.0.1:{probe.port}") as client:
         waiting = asyncio.create_task(client.wait_ready(timeout_s=60))
         await server.start()

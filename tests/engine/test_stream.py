@@ -44,6 +44,7 @@ class Source:
 
     def __init__(self, *, max_bytes: int = 1 << 20, decoder: Letters | None = None) -> None:
         self.num_cancels = 0
+        self.delivered: list[float] = []
         self.waker = Waker()
         self.stream = Stream(
             request_id="a",
@@ -52,6 +53,7 @@ class Source:
             decoder=decoder,
             waker=self.waker,
             on_cancel=self._count_cancel,
+            on_delivery=self.delivered.extend,
         )
 
     def _count_cancel(self) -> None:
@@ -66,7 +68,7 @@ def test_events_come_in_order_and_unread_output_is_one_delta() -> None:
     stream = Source().stream
     stream.start()
     for letter in "hi":
-        assert stream.put(ord(letter), text=letter)
+        assert stream.put(ord(letter), now_s=0.0, text=letter)
     stream.finish(FINISHED, last_text="!")
     assert list(stream) == [STARTED, Delta(index=0, text="hi!", token_ids=ids("hi")), FINISHED]
     assert list(stream) == []
@@ -81,7 +83,7 @@ def test_who_waits_for_many_streams_is_told_of_an_end_once(is_late: bool) -> Non
     stream.call_at_end(lambda: calls.append("end"))
     if not is_late:
         stream.start()
-        stream.put(ord("a"), text="a")
+        stream.put(ord("a"), now_s=0.0, text="a")
         assert calls == []
         stream.finish(FINISHED)
     assert calls == ["end"]
@@ -91,13 +93,13 @@ def test_who_waits_for_many_streams_is_told_of_an_end_once(is_late: bool) -> Non
 def test_the_reader_decodes_and_gets_what_was_held_back_at_the_end() -> None:
     stream = Source(decoder=Letters()).stream
     stream.start()
-    stream.put(ord("o"))
+    stream.put(ord("o"), now_s=0.0)
     events = iter(stream)
     assert next(events) == STARTED
     assert next(events) == Delta(index=0, text="", token_ids=ids("o"))
-    stream.put(ord("k"))
+    stream.put(ord("k"), now_s=0.0)
     assert next(events) == Delta(index=0, text="o", token_ids=ids("k"))
-    stream.put(ord("$"), text="")  # an end token: charged, not shown
+    stream.put(ord("$"), now_s=0.0, text="")  # an end token: charged, not shown
     stream.finish(FINISHED)
     assert next(events) == Delta(index=0, text="k", token_ids=ids("$"))
     assert list(events) == [FINISHED]
@@ -106,7 +108,7 @@ def test_the_reader_decodes_and_gets_what_was_held_back_at_the_end() -> None:
 def test_text_held_back_comes_before_the_end_even_without_a_new_token() -> None:
     stream = Source(decoder=Letters()).stream
     stream.start()
-    stream.put(ord("k"))
+    stream.put(ord("k"), now_s=0.0)
     events = iter(stream)
     assert [next(events), next(events)] == [STARTED, Delta(index=0, text="", token_ids=ids("k"))]
     stream.finish(FINISHED)
@@ -122,7 +124,7 @@ def test_a_request_that_ends_unscheduled_still_starts_first() -> None:
 def test_an_error_is_raised_once_after_the_output_before_it() -> None:
     stream = Source().stream
     stream.start()
-    stream.put(1, text="a")
+    stream.put(1, now_s=0.0, text="a")
     stream.finish(NumericsError("not finite"))
     events = iter(stream)
     assert [next(events), next(events)] == [STARTED, Delta(index=0, text="a", token_ids=(1,))]
@@ -133,14 +135,14 @@ def test_an_error_is_raised_once_after_the_output_before_it() -> None:
 
 def test_unread_output_is_bounded_in_bytes_and_reading_makes_room() -> None:
     stream = Source(max_bytes=2 * TOKEN_BYTES + 3).stream
-    assert stream.put(1, text="é")  # two bytes
-    assert not stream.put(2, text="éa")
-    assert stream.put(2, text="a")
-    assert not stream.put(3, text="")
+    assert stream.put(1, now_s=0.0, text="é")  # two bytes
+    assert not stream.put(2, now_s=0.0, text="éa")
+    assert stream.put(2, now_s=0.0, text="a")
+    assert not stream.put(3, now_s=0.0, text="")
     stream.start()
     events = iter(stream)
     assert [next(events), next(events)] == [STARTED, Delta(index=0, text="éa", token_ids=(1, 2))]
-    assert stream.put(3, text="")
+    assert stream.put(3, now_s=0.0, text="")
 
 
 def test_ending_twice_is_a_fault_of_ours() -> None:
@@ -188,7 +190,7 @@ def test_a_waiting_thread_is_woken_by_each_event() -> None:
     reader.start()
     stream.start()
     assert has_seen.acquire(timeout=60)
-    stream.put(1, text="a")
+    stream.put(1, now_s=0.0, text="a")
     assert has_seen.acquire(timeout=60)
     stream.finish(FINISHED)
     reader.join(timeout=60)
@@ -209,7 +211,11 @@ async def test_a_waiting_task_is_woken_from_another_thread() -> None:
 
     task = asyncio.create_task(read())
     await asyncio.sleep(0)  # the task waits now
-    for act in (stream.start, lambda: stream.put(ord("x")), lambda: stream.finish(FINISHED)):
+    for act in (
+        stream.start,
+        lambda: stream.put(ord("x"), now_s=0.0),
+        lambda: stream.finish(FINISHED),
+    ):
         await asyncio.to_thread(write, act)
     events = await task
     assert (events[0], events[-1]) == (STARTED, FINISHED)
@@ -231,7 +237,7 @@ async def test_all_tasks_of_a_loop_are_woken_with_one_call() -> None:
     await asyncio.sleep(0)
     for source in sources:
         source.stream.start()
-        source.stream.put(1)
+        source.stream.put(1, now_s=0.0)
     assert len(waker._futures) == 1
     waker.flush()
     assert waker._futures == {}
@@ -252,7 +258,7 @@ async def test_a_cancelled_task_cancels_the_request() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert source.num_cancels == 1
-    source.stream.put(1)  # nobody is there any more
+    source.stream.put(1, now_s=0.0)  # nobody is there any more
     source.stream.finish(FINISHED)
 
 
@@ -285,7 +291,7 @@ def test_a_closed_event_loop_does_not_disturb_the_writer() -> None:
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     source.stream.start()
-    assert source.stream.put(1, text="a")
+    assert source.stream.put(1, now_s=0.0, text="a")
     source.stream.finish(FINISHED)
     source.waker.flush()
     assert source.num_cancels == 0

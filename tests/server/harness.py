@@ -12,6 +12,7 @@ import grpc
 from jaxserve.client import AsyncClient
 from jaxserve.config import Config, ServerSection
 from jaxserve.engine import Engine, EngineState, Stream
+from jaxserve.engine.stream import Delivery
 from jaxserve.gen import generation_pb2, generation_pb2_grpc
 from jaxserve.plan import StepPlan
 from jaxserve.request import GenerationRequest, Request
@@ -84,7 +85,7 @@ async def run_server(steps: Steps | None = None, **options: Any) -> AsyncIterato
         options["on_result"] = steps.on_result
     engine, runner = build_engine(**options)
     asked, aborts = watch(engine)
-    server = Server(local(engine.config))
+    server = Server(local(engine.config), engine.metrics)
     await server.start()
     engine.start()
     server.attach(engine)
@@ -109,9 +110,9 @@ def watch(engine: Engine) -> tuple[list[GenerationRequest], list[str]]:
     aborts: list[str] = []
     submit, abort = engine.submit, engine._intake.abort
 
-    def watched_submit(asked: GenerationRequest) -> Stream:
+    def watched_submit(asked: GenerationRequest, *, delivery: Delivery = "taken") -> Stream:
         submitted.append(asked)
-        return submit(asked)
+        return submit(asked, delivery=delivery)
 
     def watched_abort(request: Request) -> None:
         aborts.append(request.id)

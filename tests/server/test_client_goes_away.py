@@ -15,6 +15,7 @@ import pytest
 
 from jaxserve.client import AsyncClient, Delta, Finish, ServerError
 from jaxserve.engine import Stream
+from jaxserve.engine.stream import Delivery
 from jaxserve.gen import generation_pb2
 from jaxserve.plan import StepLimits
 from jaxserve.request import ChatMessage, ChatPrompt, GenerationRequest, SamplingParams
@@ -181,10 +182,10 @@ async def test_a_call_that_is_cancelled_while_a_thread_reads_its_prompt() -> Non
         submit = running.engine.submit
         entered = threading.Event()
 
-        def slow_submit(asked: GenerationRequest) -> Stream:
+        def slow_submit(asked: GenerationRequest, *, delivery: Delivery = "taken") -> Stream:
             entered.set()
             is_let_go.wait()
-            return submit(asked)
+            return submit(asked, delivery=delivery)
 
         running.engine.submit = slow_submit  # type: ignore[method-assign]
         conversation = ChatPrompt(messages=(ChatMessage(role="user", content="Hi"),))
@@ -279,7 +280,7 @@ async def test_an_error_that_is_not_ours_ends_the_call_without_its_text(
     async with run_server() as running, connect(running) as client:
         submit = running.engine.submit
 
-        def broken(asked: GenerationRequest) -> Stream:
+        def broken(asked: GenerationRequest, *, delivery: Delivery = "taken") -> Stream:
             raise KeyError("a secret of the server")
 
         running.engine.submit = broken  # type: ignore[method-assign]
@@ -309,7 +310,7 @@ async def test_a_call_that_ends_before_its_first_event_is_read() -> None:
 
     steps = Steps()
     async with run_server(steps) as running:
-        edge = Edge(running.engine.config.limits)
+        edge = Edge(running.engine.config.limits, running.engine.metrics)
         with ThreadPoolExecutor(1) as threads:
             servicer = GenerationServicer(lambda: running.engine, edge, threads)
             with pytest.raises(asyncio.CancelledError):

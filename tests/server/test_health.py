@@ -14,6 +14,7 @@ from jaxserve.client import AsyncClient, Health, ServerError, UnavailableError
 from jaxserve.config import Config, ServerSection
 from jaxserve.engine import EngineState
 from jaxserve.errors import ConfigError
+from jaxserve.metrics import Metrics
 from jaxserve.plan import StepPlan
 from jaxserve.server.app import GENERATION, Server
 from tests.engines import build_engine
@@ -34,7 +35,7 @@ async def watch(target: str, service: str) -> AsyncIterator[int]:
 
 async def test_a_server_is_alive_before_it_is_ready_and_refuses_until_then() -> None:
     engine, _ = build_engine()
-    server = Server(local(engine.config))
+    server = Server(local(engine.config), engine.metrics)
     await server.start()
     async with AsyncClient(server.address) as client:
         assert await client.health() == Health(is_alive=True, is_ready=False)
@@ -108,7 +109,7 @@ async def test_an_unknown_service_has_no_health() -> None:
 async def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
     async with run_server() as running:
         port = running.server.port
-        other = Server(Config(server=ServerSection(port=port)))
+        other = Server(Config(server=ServerSection(port=port)), Metrics())
         with pytest.raises(ConfigError, match=f"server.port {port}: cannot be bound"):
             await other.start()
         async with connect(running) as client:

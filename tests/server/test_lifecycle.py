@@ -29,7 +29,7 @@ from jaxserve.plan import StepPlan
 from jaxserve.server.app import Server
 from jaxserve.server.lifecycle import Service
 from tests.engines import build_engine, check_accounts, check_idle
-from tests.server.harness import Steps, until
+from tests.server.harness import Steps, local, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -75,7 +75,9 @@ async def run_service(drain_timeout_s: float, **options: Any) -> AsyncIterator[P
     steps = Steps()
     engine, _ = build_engine(on_result=steps.on_result, num_pages=49, **options)
     section = ServerSection(port=0, drain_timeout_s=drain_timeout_s)
-    service = Service(lambda: engine, engine.config.model_copy(update={"server": section}))
+    service = Service(
+        lambda: engine, engine.config.model_copy(update={"server": section}), engine.metrics
+    )
     exit_code = asyncio.create_task(service.run())
     await until(lambda: service.server.port != 0)
     async with AsyncClient(service.server.address) as client:
@@ -169,7 +171,7 @@ async def test_the_port_answers_while_the_engine_loads() -> None:
         return engine
 
     section = ServerSection(port=0)
-    service = Service(load, engine.config.model_copy(update={"server": section}))
+    service = Service(load, engine.config.model_copy(update={"server": section}), engine.metrics)
     exit_code = asyncio.create_task(service.run())
     await until(lambda: service.server.port != 0)
     async with AsyncClient(service.server.address) as client:
@@ -189,11 +191,12 @@ async def test_what_the_loader_raises_comes_out_and_the_port_is_free_again() -> 
         raise CheckpointError("model.gguf is cut short; download it again")
 
     engine, _ = build_engine()
-    service = Service(load, engine.config.model_copy(update={"server": ServerSection(port=0)}))
+    service = Service(load, local(engine.config), engine.metrics)
     with pytest.raises(CheckpointError, match="cut short"):
         await service.run()
     again = Server(
-        engine.config.model_copy(update={"server": ServerSection(port=service.server.port)})
+        engine.config.model_copy(update={"server": ServerSection(port=service.server.port)}),
+        engine.metrics,
     )
     await again.start()
     await again.stop(0.0)
@@ -201,7 +204,7 @@ async def test_what_the_loader_raises_comes_out_and_the_port_is_free_again() -> 
 
 async def test_a_port_that_is_taken_ends_the_service_before_anything_is_loaded() -> None:
     engine, _ = build_engine()
-    first = Server(engine.config.model_copy(update={"server": ServerSection(port=0)}))
+    first = Server(local(engine.config), engine.metrics)
     await first.start()
     loads: list[int] = []
 
@@ -211,7 +214,7 @@ async def test_a_port_that_is_taken_ends_the_service_before_anything_is_loaded()
 
     taken = engine.config.model_copy(update={"server": ServerSection(port=first.port)})
     with pytest.raises(ConfigError, match="cannot be bound"):
-        await Service(load, taken).run()
+        await Service(load, taken, engine.metrics).run()
     assert loads == []
     await first.stop(0.0)
 
@@ -221,8 +224,10 @@ async def test_a_signal_while_loading_ends_the_process_with_0() -> None:
         "import logging, sys, threading\n"
         "logging.basicConfig(level=logging.INFO)\n"
         "from jaxserve.config import Config, ServerSection\n"
+        "from jaxserve.metrics import Metrics\n"
         "from jaxserve.server.lifecycle import serve\n"
-        "sys.exit(serve(threading.Event().wait, Config(server=ServerSection(port=0))))\n"
+        "config = Config(server=ServerSection(port=0))\n"
+        "sys.exit(serve(threading.Event().wait, config, Metrics()))\n"
     )
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", program), stderr=asyncio.subprocess.PIPE, cwd=ROOT

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.client import AsyncClient, BadRequestError, OverloadedError
 from jaxserve.config import LimitsSection
-from jaxserve.engine.stream import Stream, Waker
+from jaxserve.engine.stream import Delivery, Stream, Waker
 from jaxserve.errors import SlowReaderError
 from jaxserve.gen import generation_pb2
 from jaxserve.request import GenerationRequest
@@ -159,14 +159,15 @@ class HandFed:
 
     def __init__(self, running: Running) -> None:
         self.cancelled: list[str] = []
+        self.delivered: list[float] = []
         self._submit = running.engine.submit
         self._waker = Waker()
         self._stream: Stream | None = None
         running.engine.submit = self.submit  # type: ignore[method-assign]
 
-    def submit(self, asked: GenerationRequest) -> Stream:
+    def submit(self, asked: GenerationRequest, *, delivery: Delivery = "taken") -> Stream:
         if asked.id != "slow":
-            return self._submit(asked)
+            return self._submit(asked, delivery=delivery)
         self._stream = Stream(
             request_id=asked.id,
             prompt_tokens=1,
@@ -174,6 +175,8 @@ class HandFed:
             decoder=None,
             waker=self._waker,
             on_cancel=lambda: self.cancelled.append(asked.id),
+            on_delivery=self.delivered.extend,
+            delivery=delivery,
         )
         self._stream.start()
         return self._stream
@@ -187,7 +190,7 @@ class HandFed:
         """Writes until the unread output is at its bound; returns the pieces that were taken."""
         stream = await self.stream()
         count = 0
-        while stream.put(count, text=f"{count:08d}{piece}"):
+        while stream.put(count, now_s=0.0, text=f"{count:08d}{piece}"):
             count += 1
             self._waker.flush()
             await asyncio.sleep(0)  # the writer's turn: only a blocked one lets the bound be met
@@ -201,7 +204,7 @@ class HandFed:
         """Writes a token for each letter, without a turn for the reader."""
         stream = await self.stream()
         for text in texts:
-            stream.put(1, text=text)
+            stream.put(1, now_s=0.0, text=text)
         self._waker.flush()
 
 

@@ -1,0 +1,147 @@
+"""What is counted and logged of each request: at its start, its tokens, their delivery, its end."""
+
+import logging
+from collections.abc import Callable, Iterable
+
+from jaxserve.engine.live_request import LiveRequest, outcome_label
+from jaxserve.errors import JaxserveError
+from jaxserve.metrics import Metrics
+from jaxserve.request import FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+class Accounts:
+    """The phases are those of `metrics/registry.py`. All but `accept` and `deliver` is the engine
+    thread's.
+
+    Prompts and outputs are never logged.
+    """
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._clock = clock
+
+    def accept(self, live: LiveRequest) -> None:
+        """It is in the queue from now on. The intake calls it, under its lock."""
+        self._metrics.requests_submitted.inc()
+        self._metrics.requests_waiting.inc()
+        self._metrics.waiting_tokens.inc(len(live.request.prompt))
+
+    def start(self, live: LiveRequest, now_s: float) -> None:
+        """It is scheduled for the first time: the queue is over."""
+        live.scheduled_s = now_s
+        self._metrics.queue_seconds.observe(now_s - live.request.arrival_s)
+
+    def add_token(self, live: LiveRequest, *, before_s: float | None, now_s: float) -> None:
+        """A token was put into its stream.
+
+        Args:
+          before_s: when the token before it was; None for the first.
+        """
+        metrics = self._metrics
+        metrics.output_tokens.inc()
+        if before_s is not None:
+            metrics.itl_seconds.observe(now_s - before_s)
+            return
+        assert live.scheduled_s is not None, "a token of a request that was never scheduled"
+        metrics.prompt_tokens.inc(len(live.request.prompt))
+        metrics.ttft_seconds.observe(now_s - live.request.arrival_s)
+        metrics.prefill_seconds.observe(now_s - live.scheduled_s)
+
+    def deliver(self, ready_s: Iterable[float]) -> None:
+        """Whoever carries them on has accepted tokens that were on the host at these times."""
+        now_s = self._clock()
+        for since_s in ready_s:
+            self._metrics.delivery_seconds.observe(now_s - since_s)
+
+    def finish(
+        self, live: LiveRequest, outcome: FinishReason | JaxserveError, now_s: float
+    ) -> None:
+        """The request has ended, for whatever reason."""
+        metrics, request, reason = self._metrics, live.request, outcome_label(outcome)
+        metrics.requests_finished.labels(reason).inc()
+        metrics.e2e_seconds.observe(now_s - request.arrival_s)
+        metrics.request_prompt_tokens.observe(len(request.prompt))
+        metrics.request_output_tokens.observe(live.num_output)
+        decode_s = _since(live.last_token_s, live.first_token_s)
+        inference_s = _since(live.last_token_s, live.scheduled_s)
+        if decode_s is not None and inference_s is not None:
+            metrics.decode_seconds.observe(decode_s)
+            metrics.inference_seconds.observe(inference_s)
+            if live.num_output > 1:
+                metrics.tpot_seconds.observe(decode_s / (live.num_output - 1))
+        logger.info(
+            "finished request_id=%r reason=%s prompt_tokens=%d output_tokens=%d preemptions=%d "
+            "queue_s=%s ttft_s=%s decode_s=%s e2e_s=%s",
+            request.id,
+            reason,
+            len(request.prompt),
+            live.num_output,
+            sum(sequence.num_preemptions for sequence in request.sequences),
+            _rounded(_since(live.scheduled_s, request.arrival_s)),
+            _rounded(_since(live.first_token_s, request.arrival_s)),
+            _rounded(decode_s),
+            _rounded(now_s - request.arrival_s),
+        )
+
+
+class ThroughputLog:
+    """A line of throughput and levels every so often while steps run; none while idle.
+
+    Its rates are by the time since the last line. A rest longer than the interval begins a new
+    one: nobody wants the mean over a night.
+    """
+
+    def __init__(self, metrics: Metrics, interval_s: float) -> None:
+        """Args:
+        interval_s: 0 logs nothing.
+        """
+        self._metrics = metrics
+        self._interval_s = interval_s
+        self._since_s: float | None = None
+        self._rest_s: float | None = None  # when the rest began that still goes on
+        self._prompt_tokens = 0.0
+        self._output_tokens = 0.0
+
+    def rest(self, now_s: float) -> None:
+        """There is no work from now on, until the next step."""
+        if self._rest_s is None:
+            self._rest_s = now_s
+
+    def note_step(self, now_s: float) -> None:
+        """A step's work is done and counted; writes the line when it is due."""
+        if not self._interval_s:
+            return
+        rest_s, self._rest_s = self._rest_s, None
+        has_rested = rest_s is not None and now_s - rest_s > self._interval_s
+        if self._since_s is None or has_rested:
+            self._begin(now_s)
+        elif now_s - self._since_s >= self._interval_s:
+            self._write(now_s - self._since_s)
+            self._begin(now_s)
+
+    def _begin(self, now_s: float) -> None:
+        self._since_s = now_s
+        self._prompt_tokens = self._metrics.value("prompt_tokens_total")
+        self._output_tokens = self._metrics.value("output_tokens_total")
+
+    def _write(self, seconds: float) -> None:
+        metrics = self._metrics
+        logger.info(
+            "throughput prompt_tokens_per_s=%.1f output_tokens_per_s=%.1f running=%d waiting=%d "
+            "kv_percent=%.1f",
+            (metrics.value("prompt_tokens_total") - self._prompt_tokens) / seconds,
+            (metrics.value("output_tokens_total") - self._output_tokens) / seconds,
+            metrics.value("requests_running"),
+            metrics.value("requests_waiting"),
+            100 * metrics.value("kv_usage_ratio"),
+        )
+
+
+def _since(end_s: float | None, start_s: float | None) -> float | None:
+    return None if end_s is None or start_s is None else end_s - start_s
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)

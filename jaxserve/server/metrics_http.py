@@ -1,0 +1,161 @@
+"""The HTTP endpoint of the metrics: threads of its own, from the first second to the last."""
+
+import contextlib
+import logging
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Final, Self
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+
+from jaxserve.config import MetricsSection
+from jaxserve.errors import ConfigError
+from jaxserve.metrics import Metrics, MetricsView
+
+logger = logging.getLogger(__name__)
+
+PATHS: Final = frozenset({"/", "/metrics"})
+MAX_SCRAPES: Final = 16  # at once; more wait their turn
+SILENCE_S: Final = 10.0  # a client that says nothing is given up
+OPENMETRICS: Final = "application/openmetrics-text"
+
+_Environ = dict[str, Any]
+_App = Callable[[_Environ, Callable[..., Any]], Iterable[bytes]]
+
+
+class MetricsEndpoint:
+    """Serves one engine's metrics until it is closed; a `with` block closes it.
+
+    It shares nothing with the engine but the counters, whose locks are held for an addition.
+
+    Attributes:
+      port: the bound one.
+    """
+
+    def __init__(self, metrics: Metrics, section: MetricsSection) -> None:
+        """Binds and answers from now on.
+
+        Raises:
+          ConfigError: the address cannot be bound.
+        """
+        assert section.port is not None, "no port was asked for"
+        registry = CollectorRegistry()
+        registry.register(MetricsView(metrics, section.prefix))
+        ProcessCollector(registry=registry)
+        app = make_wsgi_app(registry)
+        self._server = _bind(section)
+        self._server.set_app(_only_known_paths(_keep_colons(app)))
+        self.port: int = self._server.server_port
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="jaxserve-metrics", daemon=True
+        )
+        self._thread.start()
+        host = f"[{section.host}]" if ":" in section.host else section.host
+        logger.info("metrics url=http://%s:%d/metrics prefix=%s", host, self.port, section.prefix)
+
+    def close(self) -> None:
+        """Stops listening; answers that have begun are given."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def serving_metrics(metrics: Metrics, section: MetricsSection) -> Iterator[None]:
+    """Serves `metrics` while the block runs, where the configuration asks for it."""
+    if section.port is None:
+        yield
+        return
+    with MetricsEndpoint(metrics, section):
+        yield
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """A thread for each scrape, a bounded number at once."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[Any, ...], family: socket.AddressFamily) -> None:
+        self.address_family = family
+        self._room = threading.Semaphore(MAX_SCRAPES)
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Binds without asking a name server for the host's name, which may take long."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+        self._room.acquire()
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A scraper that goes away in the middle is nobody's fault."""
+        logger.debug("a scrape failed client=%s", client_address, exc_info=True)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SILENCE_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Scrapes are not logged."""
+
+
+def _bind(section: MetricsSection) -> _Server:
+    try:
+        infos = socket.getaddrinfo(
+            section.host, section.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, _, _, _, address = infos[0]
+        return _Server(address, family)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics.host {section.host!r}, metrics.port {section.port}: cannot be bound "
+            f"({error.strerror}); is the host an address of this machine, and no other server on "
+            "the port? --metrics-port 0 picks a free one"
+        ) from error
+
+
+def _only_known_paths(app: _App) -> _App:
+    def answer(environ: _Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["PATH_INFO"] in PATHS:
+            return app(environ, start_response)
+        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [b"the metrics are at /metrics\n"]
+
+    return answer
+
+
+def _keep_colons(app: _App) -> _App:
+    """Has OpenMetrics keep the colon of vLLM's names: prometheus-client 0.26 writes `vllm_` in the
+    samples' lines otherwise (prometheus/client_python#1177)."""
+
+    def answer(environ: _Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if OPENMETRICS in environ.get("HTTP_ACCEPT", ""):
+            environ["HTTP_ACCEPT"] = f"{OPENMETRICS}; version=1.0.0; escaping=allow-utf-8"
+        return app(environ, start_response)
+
+    return answer
