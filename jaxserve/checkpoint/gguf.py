@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxserve.checkpoint.gguf_config import read_model_config
 from jaxserve.checkpoint.gguf_file import GgufFile, open_gguf
+from jaxserve.checkpoint.gguf_rope import divisor_shapes
 from jaxserve.checkpoint.gguf_tensor import (
     check_stored_types,
     find_storage_problems,
@@ -99,7 +100,7 @@ class GgufSource:
         check_stored_types(self._file)
         check_tensors(
             {name: entry.shape for name, entry in self._file.tensors.items()},
-            stored_shapes(gguf_sources(config), config),
+            stored_shapes(gguf_sources(config), config) | divisor_shapes(self._file, config),
             where=str(self.path),
             other_problems=find_storage_problems(self._file),
         )

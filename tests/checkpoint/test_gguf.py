@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from jaxserve.checkpoint.gguf import GgufSource, unpermute
 from jaxserve.checkpoint.gguf_file import open_gguf
+from jaxserve.checkpoint.gguf_rope import DIVISOR_TENSORS
 from jaxserve.checkpoint.gguf_tensor import STORED_TYPES
 from jaxserve.checkpoint.header import NumpyParams
 from jaxserve.checkpoint.safetensors import HfFolderSource
@@ -160,11 +161,72 @@ def test_a_custom_alignment_is_followed(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[GgufRecipe, str]] = {
-    "architecture": (GgufRecipe(architecture="qwen2"), "architecture 'qwen2'.*supported are llama"),
-    "rope scaling": (GgufRecipe(keys={"rope.scaling.type": "yarn"}), r"rope\.scaling\.type=yarn"),
-    "linear scaling": (GgufRecipe(keys={"rope.scale_linear": 2.0}), r"rope\.scale_linear=2\.0"),
-    "experts": (GgufRecipe(keys={"expert_count": 8}), "expert_count=8"),
-    "window": (GgufRecipe(keys={"attention.sliding_window": 128}), "attention.sliding_window=128"),
+    "architecture": (
+        GgufRecipe(architecture="mamba"),
+        "architecture 'mamba'.*supported are llama, qwen2, qwen3, qwen3moe, gemma2, gemma3, phi3",
+    ),
+    "rope kind": (GgufRecipe(keys={"rope.scaling.type": "ntk"}), "type is ntk.*linear, yarn, long"),
+    "rope factor": (GgufRecipe(keys={"rope.scaling.factor": -2.0}), "factor is -2.0.*positive"),
+    "rope factor on cos": (GgufRecipe(keys={"rope.scaling.attn_factor": 2.0}), "attn_factor is 2"),
+    "yarn ramp": (
+        GgufRecipe(keys={"rope.scaling.type": "yarn", "rope.scaling.yarn_ext_factor": 0.5}),
+        "yarn_ext_factor=0.5",
+    ),
+    "yarn beta": (
+        GgufRecipe(keys={"rope.scaling.type": "yarn", "rope.scaling.yarn_beta_slow": 0.0}),
+        "yarn_beta_slow is 0.0, but must be positive",
+    ),
+    "yarn base": (
+        GgufRecipe(keys={"rope.scaling.type": "yarn", "rope.freq_base": 1.0}),
+        "freq_base is 1.0, but must be above 1",
+    ),
+    "original length": (
+        GgufRecipe(keys={"rope.scaling.original_context_length": 0}),
+        "original_context_length is 0",
+    ),
+    "longrope without divisors": (
+        GgufRecipe(keys={"rope.scaling.type": "longrope"}),
+        "needs rope_freqs.weight, or rope_factors_short.weight and rope_factors_long.weight",
+    ),
+    "half of the divisors": (
+        GgufRecipe(extra={"rope_factors_long.weight": np.ones(8, np.float32)}),
+        "by rope_factors_long.weight, but needs",
+    ),
+    "all divisors": (
+        GgufRecipe(extra={n: np.ones(8, np.float32) for n in DIVISOR_TENSORS}),
+        "by rope_freqs.weight, rope_factors_short.weight, rope_factors_long.weight, but needs",
+    ),
+    "divisors and a factor": (
+        GgufRecipe(
+            keys={"rope.scaling.factor": 2.0},
+            extra={"rope_freqs.weight": np.ones(8, np.float32)},
+        ),
+        "by the kind linear and by rope_freqs.weight",
+    ),
+    "too few divisors": (
+        GgufRecipe(extra={"rope_freqs.weight": np.ones(7, np.float32)}),
+        r"rope_freqs.weight has the shape \[7\].*must hold 8 numbers",
+    ),
+    "divisors of another type": (
+        GgufRecipe(extra={"rope_freqs.weight": np.ones(8, np.float16)}),
+        "rope_freqs.weight has the shape .* the type 1",
+    ),
+    "a divisor of zero": (
+        GgufRecipe(extra={"rope_freqs.weight": np.zeros(8, np.float32)}),
+        "rope_freqs.weight must hold positive numbers",
+    ),
+    "more active experts than there are": (
+        GgufRecipe(keys={"expert_count": 2, "expert_used_count": 3}),
+        "expert_used_count is 3, but must be from 1 to 2",
+    ),
+    "experts that are not there": (
+        GgufRecipe(keys={"expert_count": 8, "expert_used_count": 2}),
+        r"missing: .*blk\.1\.ffn_down_exps\.weight.*unexpected: blk\.0\.ffn_gate\.weight",
+    ),
+    "shared experts": (GgufRecipe(keys={"expert_shared_count": 1}), "expert_shared_count=1"),
+    "router": (GgufRecipe(keys={"expert_gating_func": 2}), "expert_gating_func=2"),
+    "window": (GgufRecipe(keys={"attention.sliding_window": 2.5}), "sliding_window is 2.5"),
+    "caps": (GgufRecipe(keys={"attn_logit_softcapping": 50.0}), "attn_logit_softcapping=50.0"),
     "unknown key": (GgufRecipe(keys={"logit_scale": 0.5}), "logit_scale=0.5"),
     "partial rotary": (GgufRecipe(keys={"rope.dimension_count": 8}), "dimension_count is 8"),
     "other value size": (GgufRecipe(keys={"attention.value_length": 8}), "value_length is 8"),
@@ -175,10 +237,6 @@ REFUSED: dict[str, tuple[GgufRecipe, str]] = {
     "missing key": (GgufRecipe(keys={"block_count": None}), "lacks the key llama.block_count"),
     "uneven heads": (GgufRecipe(keys={"attention.head_count_kv": 3}), "cannot share 3"),
     "wrong vocabulary": (GgufRecipe(keys={"vocab_size": 300}), "vocab_size is 300"),
-    "rope factors": (
-        GgufRecipe(extra={"rope_freqs.weight": np.ones(8, np.float32)}),
-        r"rope_freqs\.weight",
-    ),
     "unexpected": (
         GgufRecipe(extra={"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}),
         r"unexpected: blk\.0\.attn_q_norm\.weight",
@@ -209,7 +267,7 @@ REFUSED: dict[str, tuple[GgufRecipe, str]] = {
         GgufRecipe(keys={"attention.layer_norm_rms_epsilon": float("nan")}),
         "norm_eps is nan, but must be positive and finite",
     ),
-    "a list of experts": (GgufRecipe(keys={"expert_count": [0, 0]}), r"expert_count=\[0, 0\]"),
+    "a list of experts": (GgufRecipe(keys={"expert_count": [0, 0]}), r"expert_count is \[0, 0\]"),
     "a list of sizes": (GgufRecipe(keys={"vocab_size": [1, 2]}), r"vocab_size is \[1, 2\]"),
     "tokens that are no text": (GgufRecipe(tokenizer={"tokens": [1, 2]}), "ggml.tokens is missing"),
     "merges that are no text": (GgufRecipe(tokenizer={"merges": [1]}), "ggml.merges is missing"),

@@ -137,7 +137,7 @@ def write_gguf(
     if recipe.alignment is not None:
         writer.add_custom_alignment(recipe.alignment)
     _add_keys(writer, config, recipe)
-    _add_tokenizer(writer, recipe)
+    add_tokenizer(writer, recipe)
     hf = hf_sources(config)
     for parameter, (part,) in gguf_sources(config).items():
         if part.name in recipe.leave_out:
@@ -148,7 +148,7 @@ def write_gguf(
             stored = permute(stored, config.num_heads)
         if leaf.startswith("k_"):
             stored = permute(stored, config.num_kv_heads)
-        _add_tensor(writer, part.name, stored, recipe.kind)
+        add_tensor(writer, part.name, stored, recipe.kind)
     for name_, array in recipe.extra.items():
         writer.add_tensor(name_, array)
     writer.write_header_to_file()
@@ -158,7 +158,7 @@ def write_gguf(
     return path
 
 
-def _add_tensor(
+def add_tensor(
     writer: gguf.GGUFWriter, name: str, stored: np.ndarray, kind: GGMLQuantizationType
 ) -> None:
     if stored.ndim < 2 or kind is GGMLQuantizationType.F32:
@@ -183,10 +183,10 @@ def _add_keys(writer: gguf.GGUFWriter, config: ModelConfig, recipe: GgufRecipe) 
         "rope.dimension_count": config.head_dim,
     }
     for name, value in (values | dict(recipe.keys)).items():
-        _add_value(writer, f"{recipe.architecture}.{name}", value)
+        add_value(writer, f"{recipe.architecture}.{name}", value)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, recipe: GgufRecipe) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, recipe: GgufRecipe) -> None:
     vocab = byte_backend().get_vocab()
     tokens = sorted(vocab, key=lambda token: vocab[token])
     values: dict[str, Any] = {
@@ -200,11 +200,11 @@ def _add_tokenizer(writer: gguf.GGUFWriter, recipe: GgufRecipe) -> None:
         "add_bos_token": True,
     }
     for name, value in (values | dict(recipe.tokenizer)).items():
-        _add_value(writer, f"tokenizer.ggml.{name}", value)
+        add_value(writer, f"tokenizer.ggml.{name}", value)
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def _add_value(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: object) -> None:
     match value:
         case None:
             return
