@@ -27,6 +27,7 @@ from jaxserve.runner.memory import (
     naming_lack_of_memory,
     read_cpu_flags,
 )
+from jaxserve.runner.placement import place_params
 from jaxserve.runner.programs import (
     ProgramKey,
     Programs,
@@ -115,7 +116,7 @@ class Runner:
             compile_keys(keys)
             loaded = loading.result()
             with naming_lack_of_memory():
-                self._params: Params = jax.device_put(loaded)
+                self._params = place_params(loaded) if callable(params) else jax.device_put(params)
         self._run = {(key.kind, key.bucket): self._programs[key] for key in keys}
         self._head = head_params(self._params)
         with naming_lack_of_memory():
