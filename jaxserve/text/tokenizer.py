@@ -125,6 +125,28 @@ class Tokenizer:
         )
         return hashlib.sha256(f"{self._backend.to_str()}\0{rest}".encode()).hexdigest()
 
+    def as_files(self) -> dict[str, str]:
+        """Returns the texts of a folder's tokenizer files, by name.
+
+        `load_tokenizer` makes of them, and of the same `eos_ids`, a tokenizer with this digest.
+        """
+        settings: dict[str, object] = dict(self._named_tokens)
+        if self.bos_id is not None:
+            settings["bos_token"] = self._backend.id_to_token(self.bos_id)
+        eos_id = self._backend.token_to_id(str(settings.get("eos_token", "")))
+        for name, around, id in (
+            ("add_bos_token", self._prefix_ids, self.bos_id),
+            ("add_eos_token", self._suffix_ids, eos_id),
+        ):
+            if not around or around == [id]:  # other ids come from tokenizer.json itself
+                settings[name] = bool(around)
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
+        return {
+            "tokenizer.json": self._backend.to_str(pretty=True),
+            "tokenizer_config.json": json.dumps(settings, indent=1, sort_keys=True),
+        }
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of a raw text; special tokens in it are parsed.
 
