@@ -101,6 +101,9 @@ class Programs:
     def __getitem__(self, key: ProgramKey) -> jax.stages.Compiled:
         return self._compiled[key]
 
+    def __contains__(self, key: ProgramKey) -> bool:
+        return key in self._compiled
+
     def compile_all(
         self,
         keys: Iterable[ProgramKey],
@@ -133,7 +136,8 @@ class Programs:
             finally:
                 pool.shutdown(cancel_futures=True)  # after a failure the rest is not compiled
 
-    def _compile(self, key: ProgramKey) -> tuple[jax.stages.Compiled, float]:
+    def _compile(self, key: ProgramKey) -> tuple[jax.stages.Compiled, float, bool]:
+        """Returns the program, the seconds it took, and whether nothing had to be compiled."""
         started_s = time.monotonic()
         watch = self._watch
         hits_before, compiles_before = watch.num_hits_here, watch.num_compiles_here
