@@ -11,6 +11,8 @@ from tokenizers import AddedToken
 from jaxserve.errors import CheckpointError
 from jaxserve.text.backends import read_tokenizer_json
 from jaxserve.text.end_of_turn import find_end_of_turn_ids
+from jaxserve.text.sentencepiece import build_sentencepiece_bpe
+from jaxserve.text.sentencepiece_file import read_sentencepiece_model
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -21,8 +23,9 @@ TEMPLATE_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 def load_tokenizer(folder: Path, *, eos_ids: Iterable[int] = ()) -> Tokenizer:
     """Returns the tokenizer of a folder with tokenizer.json and, mostly, tokenizer_config.json.
 
-    BOS goes before a raw text if `add_bos_token` says so; where it is absent, if tokenizer.json's
-    post-processor puts it there.
+    Without tokenizer.json, a SentencePiece tokenizer.model is read instead. BOS goes before a raw
+    text if `add_bos_token` says so; where it is absent, if tokenizer.json's post-processor puts it
+    there. EOS goes after it in the same way.
 
     Args:
       eos_ids: ids from the model's own configuration; the tokenizer's are added to them.
@@ -30,11 +33,15 @@ def load_tokenizer(folder: Path, *, eos_ids: Iterable[int] = ()) -> Tokenizer:
     Raises:
       CheckpointError: a file is missing, damaged or not supported.
     """
-    backend = read_tokenizer_json(folder / "tokenizer.json")
     settings = read_json_object(folder / "tokenizer_config.json")
+    if not (folder / "tokenizer.json").exists() and (folder / "tokenizer.model").exists():
+        backend, defaults = _read_sentencepiece(folder, settings)
+        settings = defaults | settings
+    else:
+        backend = read_tokenizer_json(folder / "tokenizer.json")
     named = _read_named_tokens(read_json_object(folder / "special_tokens_map.json"))
     named |= _read_named_tokens(settings)
-    _add_missing_tokens(backend, settings, folder)
+    _add_listed_tokens(backend, settings, folder)
     template = _read_template(folder, settings)
     ids = {name: backend.token_to_id(token) for name, token in named.items()}
     for name in ("bos_token", "eos_token"):
@@ -55,6 +62,55 @@ def load_tokenizer(folder: Path, *, eos_ids: Iterable[int] = ()) -> Tokenizer:
         chat_template=template,
         named_tokens=named,
     )
+
+
+def _read_sentencepiece(
+    folder: Path, settings: Mapping[str, object]
+) -> tuple[tokenizers.Tokenizer, dict[str, object]]:
+    """Returns the backend, and what tokenizer_config.json need not say.
+
+    Raises:
+      CheckpointError: it cannot be read; the message has the command that makes a tokenizer.json.
+    """
+    fix = (
+        "make its tokenizer.json once, where transformers and sentencepiece are installed: "
+        'python -c "from transformers import AutoTokenizer as A; '
+        f"A.from_pretrained('{folder}').save_pretrained('{folder}')\""
+    )
+    if settings.get("legacy") is False:
+        raise CheckpointError(
+            f"{folder} has only a tokenizer.model and says legacy=false, which is not supported "
+            f"for such files; {fix}"
+        )
+    try:
+        model = read_sentencepiece_model(folder / "tokenizer.model")
+        backend = build_sentencepiece_bpe(
+            model.vocabulary,
+            adds_space_prefix=model.adds_space_prefix,
+            removes_extra_spaces=model.removes_extra_spaces,
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {fix}") from error
+    defaults: dict[str, object] = {"add_bos_token": model.bos_id is not None}
+    for name, id in (("bos_token", model.bos_id), ("eos_token", model.eos_id)):
+        if id is not None:
+            defaults[name] = model.vocabulary.tokens[id]
+    defaults["added_tokens_decoder"] = _read_added_tokens(folder)
+    return backend, defaults
+
+
+def _read_added_tokens(folder: Path) -> dict[str, object]:
+    """Returns added_tokens.json, which older folders have, as `added_tokens_decoder` lists them."""
+    listed = read_json_object(folder / "added_tokens.json")
+    named = read_json_object(folder / "special_tokens_map.json").get("additional_special_tokens")
+    special = {
+        token.get("content") if isinstance(token, dict) else token
+        for token in (named if isinstance(named, list) else [])
+    }
+    return {
+        str(id): {"content": token, "special": token in special, "normalized": False}
+        for token, id in listed.items()
+    }
 
 
 def read_json_object(path: Path) -> dict[str, object]:
@@ -122,10 +178,13 @@ def _is_named_template(item: object) -> bool:
     return isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
 
 
-def _add_missing_tokens(
+def _add_listed_tokens(
     backend: tokenizers.Tokenizer, settings: Mapping[str, object], folder: Path
 ) -> None:
-    """Add tokens that only tokenizer_config.json knows, and see that they get the ids it says."""
+    """Add tokens as tokenizer_config.json lists them, and see that they get the ids it says.
+
+    Where tokenizer.json has a token too, the flags here count, as in transformers.
+    """
     listed = settings.get("added_tokens_decoder")
     if listed is None:
         return
@@ -134,14 +193,14 @@ def _add_missing_tokens(
             f"{folder / 'tokenizer_config.json'}: added_tokens_decoder must give each id an object "
             "with content; get the file again"
         )
+    present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     for text_id, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         content = entry["content"]
-        if backend.token_to_id(content) is None:
-            flags = ("lstrip", "rstrip", "normalized", "single_word")
-            fields = {key: bool(entry[key]) for key in flags if key in entry}
-            token = AddedToken(content, special=bool(entry.get("special")), **fields)
-            add = backend.add_special_tokens if entry.get("special") else backend.add_tokens
-            add([token])
+        flags = ("lstrip", "rstrip", "normalized", "single_word")
+        fields = {key: bool(entry[key]) for key in flags if key in entry}
+        token = AddedToken(content, special=bool(entry.get("special")), **fields)
+        if content and repr(token) not in present:
+            backend.add_tokens([token])
         if backend.token_to_id(content) != int(text_id):
             raise CheckpointError(
                 f"{folder}: tokenizer_config.json gives {content!r} the id {text_id}, but "

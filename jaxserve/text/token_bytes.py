@@ -43,6 +43,10 @@ class ByteRules:
             return token.encode()
         if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
+        return self.spell_added(token)
+
+    def spell_added(self, token: str) -> bytes:
+        """Returns the bytes of an added token; Gemma's runs of spaces are added ones."""
         return (token.replace(SPACE_MARK, " ") if self.space_marks else token).encode()
 
 

@@ -219,7 +219,7 @@ class Tokenizer:
 
     def _spell(self, token_id: int) -> bytes:
         if token_id in self._added:
-            return self._added[token_id].encode()
+            return self._rules.spell_added(self._added[token_id])
         token = self._backend.id_to_token(token_id) if 0 <= token_id < NUM_UINT32 else None
         return b"" if token is None else self._rules.spell(token)
 
