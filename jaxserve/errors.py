@@ -5,6 +5,7 @@ JaxserveError
 ├── ShapeError               arrays do not fit together (raised while tracing)
 ├── CheckpointError          a model file is missing, damaged or not supported
 ├── CapacityError            the model, its programs and its KV pool do not fit the machine
+├── BatchError               a batch's input or output file will not do
 ├── RecompileError           a shape was compiled after warm-up
 ├── RequestError             something about one request; the request ends, nothing else does
 │   ├── InvalidRequestError      a field's value is not allowed
@@ -40,6 +41,10 @@ class CheckpointError(JaxserveError):
 
 class CapacityError(JaxserveError):
     """The model does not fit: names what was needed and what there is."""
+
+
+class BatchError(JaxserveError):
+    """A batch's input or output file will not do: names the file, what is wrong and the fix."""
 
 
 class RecompileError(JaxserveError):

@@ -107,12 +107,13 @@ class LLM:
         return done
 
     def generate_each(
-        self, requests: Iterable[GenerationRequest]
+        self, requests: Iterable[GenerationRequest | RequestError]
     ) -> Generator[Completion | RequestError]:
         """Yields one result for each request, in their order; a request's own error is its result.
 
         For any number of requests, each with parameters of its own: they are drawn from the
-        iterable as room comes up, and whoever stops reading cancels the rest.
+        iterable as room comes up, and whoever stops reading cancels the rest. An error among
+        them comes out in its place.
 
         Raises:
           NotServingError, EngineDeadError: the engine stopped or failed.

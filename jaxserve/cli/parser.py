@@ -6,7 +6,7 @@ import sys
 from typing import Final
 
 import jaxserve
-from jaxserve.cli import buckets, config, generate, info, serve
+from jaxserve.cli import batch, buckets, config, generate, info, serve
 
 DESCRIPTION: Final = """\
 A measured serving runtime for language models on one node.
@@ -15,8 +15,9 @@ A measured serving runtime for language models on one node.
   jaxserve serve --port 50051
 """
 EPILOG: Final = """\
-Exit codes: 0 done; 1 the input, the model or the machine will not do; 2 wrong usage or
-configuration; 70 internal error; 130 interrupted; 141 the reader of the output went away.
+Exit codes: 0 done; 1 the input, the model or the machine will not do; 2 wrong
+usage or configuration; 3 a batch is complete, but some of its lines failed;
+70 internal error; 130 interrupted; 141 the reader of the output went away.
 Errors are one line on stderr.
 """
 
@@ -33,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     generate.add_parser(commands)
+    batch.add_parser(commands)
     serve.add_parser(commands)
     config.add_parser(commands)
     buckets.add_parser(commands)

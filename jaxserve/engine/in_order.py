@@ -26,13 +26,17 @@ class _Place:
 
 
 def run_in_order(
-    engine: Engine, requests: Iterable[GenerationRequest]
+    engine: Engine, requests: Iterable[GenerationRequest | RequestError]
 ) -> Generator[Completion | RequestError]:
     """Yields one result for each request, in their order; a request's own error is its result.
 
     Requests are drawn as room comes up: as many wait as run, so that the batch is never short of
     rows, whichever request is the slow one. At most `HELD_PER_ROW` × max_seqs are in hand. Who
     stops reading cancels what runs.
+
+    Args:
+      requests: an error among them stands for a request that was refused before; it comes out in
+        its place.
 
     Raises:
       QueueFullError: the queue is full of other callers' requests.
@@ -70,12 +74,14 @@ def run_in_order(
 
 def _submit(
     engine: Engine,
-    asked: GenerationRequest,
+    asked: GenerationRequest | RequestError,
     ended: "queue.SimpleQueue[_Place]",
     *,
     is_alone: bool,
 ) -> _Place | None:
     """Returns the request's place, or None where one of ours has to end first."""
+    if isinstance(asked, RequestError):
+        return _Place(result=asked)
     try:
         place = _Place(stream=engine.submit(asked))
     except QueueFullError:

@@ -64,6 +64,7 @@ TABLE: Final[Mapping[type[errors.JaxserveError], Row]] = {
     errors.ShapeError: _INTERNAL,
     errors.CheckpointError: _INTERNAL,
     errors.CapacityError: _INTERNAL,
+    errors.BatchError: _INTERNAL,
     errors.RecompileError: _INTERNAL,
     errors.RequestError: _INTERNAL,
     errors.JaxserveError: _INTERNAL,

@@ -1,6 +1,5 @@
 """Many requests through one engine: order, errors in place, full batches, bounded memory."""
 
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -33,25 +32,19 @@ def test_results_come_in_order_and_an_error_stands_in_its_place() -> None:
         assert token_ids(results[n]) == expected_output(prompts[n], sampling, 1 + n % 7)
 
 
-def test_beside_one_slow_request_others_are_sent_on_as_rows_come_free() -> None:
-    has_refilled = threading.Event()
-    drawn: list[int] = []
-
+def test_beside_one_slow_request_as_many_wait_as_run() -> None:
     def hold(plan: StepPlan) -> None:
-        if plan.step_id == 20:  # the slow one has ten more to go
-            assert has_refilled.wait(60), f"only {len(drawn)} were sent"
-
-    def requests() -> Iterator[GenerationRequest]:
-        yield ask((1,), max_tokens=30, ignore_eos=True)
-        for n in range(200):
-            drawn.append(n)
-            if len(drawn) > 3 * LIMITS.max_seqs:  # more than all rows and the queue hold
-                has_refilled.set()
-            yield ask((2, n), max_tokens=2, ignore_eos=True)
+        intake = engine._intake
+        if plan.step_id <= 25:  # the slow one has some more to go
+            with intake._changed:
+                is_full = intake._changed.wait_for(lambda: len(intake._live) >= 8, 60)
+            assert is_full, f"{len(intake._live)} requests at step {plan.step_id}"
 
     engine, runner = build_engine(num_pages=60, on_launch=hold)
+    slow = ask((1,), max_tokens=30, ignore_eos=True)
+    quick = [ask((2, n), max_tokens=2, ignore_eos=True) for n in range(200)]
     with serve(engine, runner):
-        results = run_in_order(engine, requests())
+        results = run_in_order(engine, [slow, *quick])
         assert len(token_ids(next(results))) == 30
         results.close()
 
