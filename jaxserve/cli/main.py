@@ -6,7 +6,6 @@ It imports little, so that an interrupt is seen to from the first moment; the co
 import contextlib
 import errno
 import io
-import logging
 import os
 import signal
 import sys
@@ -34,12 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _exit_on_interrupt()  # an import may swallow KeyboardInterrupt
         sys.excepthook = _report_internal_error
         _prepare_streams()
+    from jaxserve.cli.log import set_up_logging
     from jaxserve.cli.parser import build_parser  # half a second of imports
 
     options = build_parser().parse_args(arguments)
     if signal.getsignal(signal.SIGINT) is _exit_interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    _set_up_logging(options.log_level)
+    set_up_logging(options.log_level, getattr(options, "log_format", None) or "text")
     try:
         code = int(options.run(options))
         sys.stdout.flush()  # here, where a full disk still has an exit code
@@ -92,15 +92,6 @@ def _exit_interrupted(number: int = 0, frame: FrameType | None = None) -> None:
         sys.stdout.flush()
         print(INTERRUPTED_LINE, file=sys.stderr, flush=True)
     os._exit(INTERRUPTED)
-
-
-def _set_up_logging(level: str) -> None:
-    logging.basicConfig(
-        level=logging.WARNING,  # of other libraries
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        stream=sys.stderr,
-    )
-    logging.getLogger("jaxserve").setLevel(level.upper())
 
 
 def _fail(error: JaxserveError, code: int) -> int:

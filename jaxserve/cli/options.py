@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from jaxserve.cli.log import set_up_logging
 from jaxserve.config import Resolved, resolve_config
 from jaxserve.errors import ConfigError
 
@@ -85,7 +86,7 @@ def add_metrics_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(options: argparse.Namespace) -> Resolved:
-    """Returns what the file, the environment and this command's flags say.
+    """Returns what the file, the environment and this command's flags say; the log follows it.
 
     Raises:
       ConfigError: see `load_config`; or a flag that is no SECTION.KEY=VALUE, or a key set twice.
@@ -105,4 +106,6 @@ def read_config(options: argparse.Namespace) -> Resolved:
             raise ConfigError(f"--{name} and --set {key} set the same key; leave one out")
         if value is not None:
             flags[key] = value
-    return resolve_config(options.config, flags=flags)
+    resolved = resolve_config(options.config, flags=flags)
+    set_up_logging(options.log_level, resolved.config.log.format)
+    return resolved

@@ -233,7 +233,12 @@ class Engine:
             self._start(self._by_sequence[load.sequence_id], now_s)
         if self._in_flight:
             self.metrics.overlapped_steps.inc()
-        logger.debug("step=%d chunks=%d tokens=%d", plan.step_id, len(plan.chunks), plan.num_tokens)
+        logger.debug(
+            "launched step=%d chunks=%d tokens=%d",
+            plan.step_id,
+            len(plan.chunks),
+            plan.num_tokens,
+        )
         self._in_flight.append((plan, self._runner.launch(plan)))
         self.metrics.step_tokens.observe(plan.num_tokens)
 

@@ -71,7 +71,7 @@ class Service:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: int) -> None:
-        logger.info("signal=%s", signal.Signals(number).name)
+        logger.info("signal came signal=%s", signal.Signals(number).name)
         event = self._second_signal if self._first_signal.is_set() else self._first_signal
         event.set()
 

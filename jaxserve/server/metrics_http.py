@@ -55,7 +55,8 @@ class MetricsEndpoint:
         )
         self._thread.start()
         host = f"[{section.host}]" if ":" in section.host else section.host
-        logger.info("metrics url=http://%s:%d/metrics prefix=%s", host, self.port, section.prefix)
+        url = f"http://{host}:{self.port}/metrics"
+        logger.info("serving metrics url=%s prefix=%s", url, section.prefix)
 
     def close(self) -> None:
         """Stops listening; answers that have begun are given."""
