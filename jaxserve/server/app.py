@@ -18,6 +18,7 @@ from jaxserve.metrics import Metrics
 from jaxserve.server.edge import Edge
 from jaxserve.server.generation import GenerationServicer
 from jaxserve.server.models import ModelServicer
+from jaxserve.server.undecodable import UndecodableInterceptor
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,11 @@ class Server:
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 20_000),
         ]
-        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=num_calls)
+        server = grpc.aio.server(
+            options=options,
+            interceptors=[UndecodableInterceptor(self._edge)],
+            maximum_concurrent_rpcs=num_calls,
+        )
         generation = GenerationServicer(self._get_engine, self._edge, self._threads)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         models = ModelServicer(self._get_engine, self._edge)
