@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import pytest
 
 from jaxserve.config import LimitsSection
-from jaxserve.engine import Completion, run_in_order
+from jaxserve.engine import Completion, Started, run_in_order
 from jaxserve.engine.in_order import HELD_PER_ROW
 from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError, RequestError
 from jaxserve.plan import StepPlan
 from jaxserve.request import GenerationRequest
-from tests.engines import LIMITS, ask, build_engine, serve
+from tests.engines import LIMITS, ONE_ROW, ask, build_engine, serve
 from tests.fakes import EOS_ID, expected_output, say
 
 
@@ -91,14 +91,12 @@ def test_a_dead_engine_ends_the_results() -> None:
 
 
 def test_a_queue_full_of_others_is_an_error_and_no_wait_without_end() -> None:
-    engine, runner = build_engine(bounds=LimitsSection(max_waiting_requests=1))
+    engine, runner = build_engine(bounds=LimitsSection(max_waiting_requests=1), step_limits=ONE_ROW)
     with serve(engine, runner):
         runner.gate.clear()
-        others = []
-        with pytest.raises(QueueFullError):
-            for n in range(20):
-                others.append(engine.submit(ask((n,), max_tokens=20, ignore_eos=True)))
-        with pytest.raises(QueueFullError):
-            list(run_in_order(engine, [ask((7,))]))
-        for stream in others:
-            stream.cancel()
+        with engine.submit(ask((1,))) as running:
+            events = iter(running)
+            assert isinstance(next(events), Started), "it has the only row"
+            with engine.submit(ask((2,))):
+                with pytest.raises(QueueFullError):
+                    list(run_in_order(engine, [ask((7,))]))
