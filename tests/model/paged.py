@@ -28,7 +28,7 @@ T1 = ModelConfig(
     tied_head=False,
 )
 
-NUM_SINGLE_ROWS, NUM_TILES, TILE, WIDTH, NUM_PAGES, PAGE = 2, 3, 4, 12, 32, 4
+NUM_SINGLE_ROWS, NUM_TILES, TILE, WIDTH, NUM_PAGES, PAGE = 2, 3, 4, 16, 32, 4
 NUM_TOKENS = NUM_SINGLE_ROWS + NUM_TILES * TILE
 
 _forward = jax.jit(
