@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,13 @@ class GgufSource:
             weight_files=(self.path,),
         )
 
-    def load_params(self, dtype: WeightDtype, progress: Progress | None = None) -> NumpyParams:
+    def load_params(
+        self,
+        dtype: WeightDtype,
+        progress: Progress | None = None,
+        *,
+        only: Collection[str] | None = None,
+    ) -> NumpyParams:
         """Returns the weights, decoded in float32 and then rounded to `dtype`."""
         config, file = self._config, self._file
         sources = gguf_sources(config)
@@ -88,6 +95,7 @@ class GgufSource:
                 read=read,
                 num_bytes=lambda part: num_stored_bytes(file.tensors[part.name], part.rows),
                 progress=progress,
+                only=only,
             )
 
     @functools.cached_property

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,7 +53,8 @@ class ModelHeader:
       name: what it is served as, if nothing else is said.
       eos_ids: the union of all sources, as far as they are ids of the model.
       quantization: how the file stores most of its weight bytes, such as "Q4_1" or "BF16".
-      weight_files: what `digest` is taken over.
+      weight_files: where the weights are.
+      known_digest: the digest, where it need not be computed.
     """
 
     name: str
@@ -64,10 +65,13 @@ class ModelHeader:
     defaults: SamplingDefaults
     quantization: str
     weight_files: tuple[Path, ...]
+    known_digest: str | None = None
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 over the weight files; reads them all, so the first call takes a while."""
+        """SHA-256 over the weights: unless it is known, reads all files, which takes a while."""
+        if self.known_digest is not None:
+            return self.known_digest
         whole = hashlib.sha256()
         for path in self.weight_files:
             with path.open("rb") as file:
@@ -76,7 +80,7 @@ class ModelHeader:
 
 
 class ModelSource(Protocol):
-    """A place that holds one model. Real sides: a GGUF file and a Hugging Face folder."""
+    """A place that holds one model: a GGUF file, a Hugging Face folder, or a bundle of ours."""
 
     @property
     def path(self) -> Path: ...
@@ -89,8 +93,17 @@ class ModelSource(Protocol):
         """
         ...
 
-    def load_params(self, dtype: WeightDtype, progress: Progress | None = None) -> NumpyParams:
+    def load_params(
+        self,
+        dtype: WeightDtype,
+        progress: Progress | None = None,
+        *,
+        only: Collection[str] | None = None,
+    ) -> NumpyParams:
         """Read the weights as `abstract_params(config, dtype)` describes them, nested.
+
+        Args:
+          only: paths of the parameters that are wanted; None is all.
 
         Raises:
           CheckpointError: as for `load_header`.

@@ -6,7 +6,7 @@ thread, whatever the file's size and type.
 
 import concurrent.futures
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -74,15 +74,19 @@ def load_all(
     read: ReadRows,
     num_bytes: Callable[[StoredPart], int],
     progress: Progress | None,
+    only: Collection[str] | None = None,
 ) -> NumpyParams:
     """Returns every parameter of `abstract_params`, nested, contiguous, aligned and in its dtype.
 
     Args:
       num_bytes: how much of the progress a part is.
+      only: paths of the parameters that are wanted; None is all.
     """
     from jaxserve.model.params import abstract_params  # imports jax, which a header does without
 
     specs = abstract_params(config, dtype)
+    if only is not None:
+        specs = {path: specs[path] for path in only}
     sizes = {path: sum(num_bytes(part) for part in sources[path]) for path in specs}
     flat: dict[str, np.ndarray] = {}
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +81,13 @@ class HfFolderSource:
             weight_files=tuple(sorted({tensor.file for tensor in self._tensors.values()})),
         )
 
-    def load_params(self, dtype: WeightDtype, progress: Progress | None = None) -> NumpyParams:
+    def load_params(
+        self,
+        dtype: WeightDtype,
+        progress: Progress | None = None,
+        *,
+        only: Collection[str] | None = None,
+    ) -> NumpyParams:
         """Returns the weights in `dtype`, read a few rows at a time."""
         config, tensors = self._config, self._tensors
         sources = hf_sources(config)
@@ -103,6 +110,7 @@ class HfFolderSource:
                 read=read,
                 num_bytes=lambda part: num_part_bytes(tensors[part.name], part),
                 progress=progress,
+                only=only,
             )
 
     @functools.cached_property
