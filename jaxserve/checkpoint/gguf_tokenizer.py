@@ -1,7 +1,5 @@
 """The tokenizer that a GGUF file's metadata holds."""
 
-import numbers
-
 import tokenizers
 
 from jaxserve.checkpoint.gguf_file import GgufFile
@@ -140,7 +138,7 @@ def _token_types(file: GgufFile) -> list[int]:
 
 def _scores(file: GgufFile) -> list[float]:
     value = file.metadata.get("tokenizer.ggml.scores", [])
-    if isinstance(value, list) and all(isinstance(item, numbers.Real) for item in value):
+    if isinstance(value, list) and all(isinstance(item, int | float) for item in value):
         return [float(item) for item in value]
     raise CheckpointError(f"{file.path}: tokenizer.ggml.scores must be a list of numbers")
 

@@ -74,6 +74,7 @@ def _check_tokens(vocabulary: Vocabulary, unknown: str | None) -> int:
             )
     if any(not math.isfinite(score) for score in vocabulary.scores):
         raise CheckpointError("a token's score is not a finite number; the file is damaged")
+    _check_scores_differ(vocabulary)
     found = set(vocabulary.of_type(TokenType.BYTE))
     wanted = {f"<0x{byte:02X}>" for byte in range(NUM_BYTES)}
     if found and found != wanted:
@@ -89,6 +90,22 @@ def _check_tokens(vocabulary: Vocabulary, unknown: str | None) -> int:
     return len(found)
 
 
+def _check_scores_differ(vocabulary: Vocabulary) -> None:
+    """Refuse the placeholder scores that some converters write.
+
+    Llama 2's runs of spaces share one score, and come out right all the same (`judges/vocab`).
+    """
+    joined = set(vocabulary.of_type(*_JOINED_TYPES))
+    pairs = zip(vocabulary.tokens, vocabulary.scores, strict=True)
+    scores = [score for token, score in pairs if len(token) > 1 and token in joined]
+    num_equal = len(scores) - len(set(scores))
+    if num_equal > len(scores) // 2:
+        raise CheckpointError(
+            f"{num_equal} of {len(scores)} tokens share their score with another, so that nothing "
+            "says which to join first; make the file again from the model's tokenizer.model"
+        )
+
+
 def derive_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """Returns the merges that join as SentencePiece does: better scores first.
 
@@ -96,24 +113,19 @@ def derive_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     in ab·a·ba both give "aba", so (ab, a) comes before (a, ba).
     """
     joined = set(vocabulary.of_type(*_JOINED_TYPES))
-    by_score = sorted(
-        (-score, id, token)
-        for id, (token, score) in enumerate(zip(vocabulary.tokens, vocabulary.scores, strict=True))
-        if token in joined and len(token) > 1
-    )
+    tokens, scores = vocabulary.tokens, vocabulary.scores
+    by_score = sorted(range(len(tokens)), key=lambda id: -scores[id])
     merges = []
-    for _, _, token in by_score:
-        splits = [
-            size
-            for size in range(1, len(token))
-            if token[:size] in joined and token[size:] in joined
-        ]
-        if len(splits) > 1:
-            splits.sort(key=lambda size: _loses_to_the_left(token, size))
-        merges += [(token[:size], token[size:]) for size in splits]
+    for token in (tokens[id] for id in by_score if tokens[id] in joined):
+        pairs = [(token[:size], token[size:]) for size in range(1, len(token))]
+        fitting = [pair for pair in pairs if pair[0] in joined and pair[1] in joined]
+        if len(fitting) > 1 and token[0] in token[1:]:
+            fitting.sort(key=lambda pair: _loses_to_the_left(*pair))
+        merges += fitting
     return merges
 
 
-def _loses_to_the_left(token: str, size: int) -> bool:
-    """Whether the first part also ends the token, so that another split can hold it as its end."""
-    return token.endswith(token[:size]) and not token.startswith(token[size:])
+def _loses_to_the_left(left: str, right: str) -> bool:
+    """Whether another split of this token can hold `left` as its end, and must come first."""
+    token = left + right
+    return token.endswith(left) and not token.startswith(right)
