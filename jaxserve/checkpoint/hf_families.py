@@ -78,7 +78,7 @@ class HfFamily:
 
 WINDOW = frozenset({"sliding_window"})
 SWITCHED_WINDOW = WINDOW | {"use_sliding_window"}
-GEMMA = WINDOW | {"attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"}
+GEMMA = WINDOW | {"final_logit_softcapping", "query_pre_attn_scalar"}
 EXPERTS = frozenset({"num_experts", "num_local_experts"})
 
 FAMILIES: dict[str, HfFamily] = {
@@ -125,7 +125,7 @@ FAMILIES: dict[str, HfFamily] = {
             "final_logit_softcapping": 30.0,
             "sliding_window_pattern": 2,
         },
-        follows=GEMMA,
+        follows=GEMMA | {"attn_logit_softcapping"},
         bias="flag",
         post_norms=True,
         window="periodic",

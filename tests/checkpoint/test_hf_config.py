@@ -324,6 +324,7 @@ TEXT_CONFIG: dict[str, Any] = {"text_config": {}, "model_type": "gemma3"}
         ("LlamaForCausalLM", {"num_local_experts": 4}, "num_local_experts=4"),
         ("MistralForCausalLM", {"mlp_bias": True}, "mlp_bias=True"),
         ("Qwen3ForCausalLM", {"attn_logit_softcapping": 5.0}, r"attn_logit_softcapping=5\.0"),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 5.0}, r"attn_logit_softcapping=5\.0"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_att"),
         ("Olmo2ForCausalLM", {"clip_qkv": 8.0}, r"clip_qkv=8\.0"),
         ("MixtralForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob=False"),
