@@ -9,10 +9,15 @@ import time
 from pathlib import Path
 
 from jaxserve.cli import exit_codes
-from jaxserve.cli.options import add_model_options, read_config
+from jaxserve.cli.options import (
+    add_model_options,
+    add_sampling_options,
+    read_config,
+    read_sampling,
+)
 from jaxserve.cli.progress import StartProgress
+from jaxserve.cli.terminal import write_text
 from jaxserve.engine import Delta, Finished, ServedModel, Stream
-from jaxserve.engine.limits import merge_sampling
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.request import ChatMessage, ChatPrompt, GenerationRequest
 
@@ -28,8 +33,6 @@ The text goes to stdout, all else to stderr. What is not set is the model's own 
 without one is decoded greedily. Only the shapes this request can reach are compiled, and they are
 kept for the next time.
 """
-# A terminal would obey these; a file or a pipe gets them as they are.
-_CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -54,33 +57,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a user's message: use the chat template"
     )
-    _add_sampling_options(parser.add_argument_group("sampling and end"))
+    add_sampling_options(parser.add_argument_group("sampling and end"))
     parser.add_argument(
         "--json", action="store_true", help="print one line with all of it instead of streaming"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress and no summary on stderr")
     parser.set_defaults(run=run)
-
-
-def _add_sampling_options(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument(
-        "--max-tokens", type=int, metavar="N", help="default: the rest of the context"
-    )
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    group.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely; 0 is off")
-    group.add_argument(
-        "--top-p", type=float, metavar="P", help="keep the likeliest P in all; 1 is off"
-    )
-    group.add_argument(
-        "--min-p", type=float, metavar="P", help="drop below P of the likeliest; 0 is off"
-    )
-    group.add_argument(
-        "--seed", type=int, metavar="S", help="64 bits; default: a fresh one each time"
-    )
-    group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
-    )
-    group.add_argument("--ignore-eos", action="store_true", help="do not end at the model's EOS")
 
 
 def _token_ids(text: str) -> tuple[int, ...]:
@@ -160,18 +142,13 @@ def _read(stream: Stream, *, echo: bool) -> Result:
             text += event.text
             token_ids += event.token_ids
             if echo:
-                _write(event.text)
+                write_text(event.text)
         elif isinstance(event, Finished):
             finished = event
     if echo and not text.endswith("\n"):
-        _write("\n")
+        write_text("\n")
     assert finished is not None, "a stream ends with Finished, or raises"
     return Result(text=text, token_ids=token_ids, finished=finished)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
-    sys.stdout.flush()
 
 
 def _read_prompt(options: argparse.Namespace) -> str | tuple[int, ...]:
@@ -201,17 +178,7 @@ def _build_request(
     options: argparse.Namespace, prompt: str | tuple[int, ...], model: ServedModel
 ) -> GenerationRequest:
     """Returns the request: what was asked, then the model's defaults, then greedy."""
-    asked = {
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-        "min_p": options.min_p,
-        "seed": options.seed,
-        "max_tokens": options.max_tokens,
-        "stop_strings": tuple(options.stop) if options.stop else None,
-        "ignore_eos": options.ignore_eos,
-    }
-    sampling = merge_sampling(asked, {"temperature": 0.0, **model.sampling_defaults})
+    sampling = read_sampling(options, model)
     if options.chat:
         assert isinstance(prompt, str)
         messages = (ChatMessage(role="user", content=prompt),)

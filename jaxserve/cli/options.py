@@ -7,7 +7,10 @@ from typing import Final
 
 from jaxserve.cli.log import set_up_logging
 from jaxserve.config import Resolved, resolve_config
+from jaxserve.engine import ServedModel
+from jaxserve.engine.limits import merge_sampling
 from jaxserve.errors import ConfigError
+from jaxserve.request import SamplingParams
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 
@@ -109,3 +112,40 @@ def read_config(options: argparse.Namespace) -> Resolved:
     resolved = resolve_config(options.config, flags=flags)
     set_up_logging(options.log_level, resolved.config.log.format)
     return resolved
+
+
+def add_sampling_options(group: "argparse._ArgumentGroup") -> None:
+    """Adds what `read_sampling` reads."""
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", help="default: the rest of the context"
+    )
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely; 0 is off")
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="keep the likeliest P in all; 1 is off"
+    )
+    group.add_argument(
+        "--min-p", type=float, metavar="P", help="drop below P of the likeliest; 0 is off"
+    )
+    group.add_argument(
+        "--seed", type=int, metavar="S", help="64 bits; default: a fresh one each time"
+    )
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="do not end at the model's EOS")
+
+
+def read_sampling(options: argparse.Namespace, model: ServedModel) -> SamplingParams:
+    """Returns what the options say, then the model's own defaults, then greedy."""
+    asked = {
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "seed": options.seed,
+        "max_tokens": options.max_tokens,
+        "stop_strings": tuple(options.stop) if options.stop else None,
+        "ignore_eos": options.ignore_eos,
+    }
+    return merge_sampling(asked, {"temperature": 0.0, **model.sampling_defaults})

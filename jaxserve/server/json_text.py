@@ -21,6 +21,8 @@ def parse_json(text: str | bytes) -> object:
         _check_depth(value, MAX_DEPTH)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at character {error.pos + 1}") from error
     except RecursionError as error:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH}") from error
     return value

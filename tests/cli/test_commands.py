@@ -264,7 +264,7 @@ FAKE_RUN = """\
 import sys, json; sys.argv = ["jaxserve", "generate", "--prompt", "x"]
 from jaxserve.cli import main, generate
 def run(options):
-    generate._write("h\\u00e9\\u4e16\\n" + (sys.stdin.read() and ""))
+    generate.write_text("h\\u00e9\\u4e16\\n" + (sys.stdin.read() and ""))
     print("done", file=sys.stderr)
     return 0
 generate.run = run; sys.exit(main.main())
