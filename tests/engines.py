@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from jaxserve.config import (
     Config,
@@ -53,6 +53,7 @@ def build_engine(
     metrics: Metrics | None = None,
     log: LogSection | None = None,
     page_bytes: int = 0,
+    reserve: Literal["on_demand", "max_length"] = "on_demand",
 ) -> tuple[Engine, FakeRunner]:
     """Returns an engine that is not started yet, and its runner."""
     runner = FakeRunner(
@@ -65,7 +66,7 @@ def build_engine(
         on_result=on_result,
     )
     config = Config(
-        kv=KVSection(page_size=PAGE_SIZE),
+        kv=KVSection(page_size=PAGE_SIZE, reserve=reserve),
         scheduler=scheduler or SchedulerSection(max_seqs=step_limits.max_seqs),
         runner=RunnerSection(overlap=overlap),
         limits=bounds or LimitsSection(),

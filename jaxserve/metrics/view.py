@@ -84,6 +84,8 @@ class MetricsView(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for family in self._metrics.registry.collect():
+            # the time each series was made says no more than the process's start, on as many lines
+            family.samples = [s for s in family.samples if not s.name.endswith("_created")]
             twin = self._twins.get(family.name)
             yield _translate(family, twin, self._metrics.model_name) if twin else family
 
@@ -99,8 +101,6 @@ def _translate(family: Metric, twin: Twin, model_name: str | None) -> Metric:
     values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for sample in family.samples:
         suffix = sample.name.removeprefix(family.name)
-        if suffix == "_created":  # of no use once samples are added up
-            continue
         labels = {"model_name": model_name, "engine": "0", **twin.labels(dict(sample.labels))}
         key = (f"{twin.name}{suffix}", tuple(labels.items()))
         values[key] = values.get(key, 0.0) + sample.value

@@ -1,0 +1,279 @@
+"""Every family has a row here: its exact value after runs that are known step by step."""
+
+import asyncio
+import gc
+import itertools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal
+
+import jax
+import pytest
+from jax import numpy as jnp
+from prometheus_client import Metric
+
+import jaxserve
+from jaxserve.client import BadRequestError
+from jaxserve.config import load_config
+from jaxserve.engine.start import load_engine
+from jaxserve.metrics import Metrics
+from jaxserve.metrics.registry import LATENCY_BUCKETS_S, PREFIX, TOKEN_BUCKETS
+from jaxserve.request import GenerationRequest, SamplingParams
+from jaxserve.runner import programs
+from tests.checkpoint.writers import T1, make_weights, write_hf
+from tests.engines import ask, build_engine, gather, serve
+from tests.metrics.script import LEVELS, Run, run_script
+from tests.server.harness import connect, run_server
+
+Source = Literal["script", "reserving", "device", "server"]
+Samples = Mapping[str, float]  # label values, joined by commas, to a value; 0 where not named
+
+DEVICE_CONFIG: Final = load_config(
+    flags={
+        "model.dtype": "float32",
+        "model.max_model_tokens": 64,
+        "kv.page_size": 4,
+        "kv.num_pages": 33,
+        "scheduler.max_seqs": 4,
+        "buckets.decode_seqs": (4,),
+        "buckets.chunk_tokens": (8, 16),
+        "buckets.chunk_decode_seqs": (4,),
+        "buckets.chunk_tile": 4,
+        "runner.compile_threads": 1,
+    }
+)
+PROGRAMS: Final = (
+    "forward,4x1+0", "forward,4x1+8", "forward,4x1+16", "output,4 greedy", "output,4 plain",
+    "output,4 full", "init,", "row_load,", "counts,",
+)  # fmt: skip
+SHORT_AT: Final = (5.5, 7, 11.5, 13, 14.5, 16, 19, 19.5)  # when its tokens were on the host
+GONE_AT: Final = (13, 14.5, 16, 17.5, 22)
+
+# Read script.py's drawing beside it. A histogram's row lists what was observed.
+FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
+    "requests_submitted": ("script", {"": 5}),
+    "requests_refused": ("script", {"invalid_field": 1}),
+    "requests_finished": (
+        "script",
+        {"eos": 1, "max_tokens": 1, "cancelled": 1, "error_numerics": 1, "error_deadline": 1},
+    ),
+    "rpcs": (
+        "server",
+        {
+            "Generate,OK": 1,
+            "Generate,INVALID_ARGUMENT": 1,
+            "StreamGenerate,OK": 2,
+            "ListModels,OK": 1,
+        },
+    ),
+    "prompt_tokens": ("script", {"": 9 + 3 + 2 + 1}),  # not LATE's
+    "output_tokens": ("script", {"": 4 + 8 + 1 + 5}),
+    "surplus_tokens": ("script", {"": 3}),  # of LONG in step 6, BAD in 10, GONE in 15
+    "steps": ("device", {"4x1+16": 1, "4x1+8": 2, "4x1+0": 3}),
+    "step_real_tokens": ("device", {"4x1+16": 16, "4x1+8": 4 + 3, "4x1+0": 2 + 1}),
+    "step_padded_tokens": ("device", {"4x1+16": 4, "4x1+8": 8 + 9, "4x1+0": 2 * 3 + 3}),
+    "output_programs": ("device", {"4 greedy,greedy": 3, "4 full,full": 2}),
+    "compiles": ("device", dict.fromkeys(PROGRAMS, 1)),
+    "compile_seconds": ("device", dict.fromkeys(PROGRAMS, 2)),  # of two starts
+    "compile_cache_hits": ("device", dict.fromkeys(PROGRAMS, 1)),
+    "recompiles": ("device", {"": 1}),
+    "sampler_fallbacks": ("device", {"": 2}),
+    "useful_rows": ("script", {"": 21}),  # offered less the surplus
+    "offered_rows": ("script", {"": 24}),
+    "preemptions": ("script", {"": 2}),
+    "recomputed_tokens": ("script", {"": 4 + 4}),
+    "chunked_prompts": ("script", {"": 2}),  # LONG's and SHORT's
+    "mixed_steps": ("script", {"": 1}),  # 8
+    "joined_running": ("script", {"": 3}),  # SHORT, BAD, GONE; those that resume join nobody
+    "kv_pages_allocated": ("script", {"": 2 + 1 + 2 + 1 + 1 + 2 + 3}),
+    "kv_grown_pages": ("script", {"": 3}),  # LONG's in 2 and 6, SHORT's in 12
+    "kv_reserved_pages": ("reserving", {"": 1}),
+    "kv_page_copies": ("device", {}),  # nothing plans a copy yet
+    "overlapped_steps": ("script", {"": 15 - 3}),
+    "overlap_waits": ("script", {"pages": 2}),  # before launches 7 and 14
+    "bucketed_steps": ("device", {"": 2}),
+    "requests_running": ("script", {"": 3}),
+    "requests_waiting": ("script", {"": 1}),
+    "waiting_tokens": ("script", {"": 2}),
+    "kv_usage_ratio": ("script", {"": 1.0}),
+    "kv_capacity_tokens": ("script", {"": 16}),
+    "kv_reserved_bytes": ("script", {"": 4 * 400}),
+    "kv_used_bytes": ("script", {"": (6 + 1 + 2) * 100}),
+    "kv_stranded_bytes": ("script", {"": 700}),
+    "queue_seconds": ("script", [0, 1, 7.5, 1]),
+    "prefill_seconds": ("script", [4, 4.5, 3, 3]),
+    "decode_seconds": ("script", [4.5, 14, 0, 9]),
+    "inference_seconds": ("script", [8.5, 18.5, 3, 12]),
+    "delivery_seconds": (
+        "script",  # LONG's at 9, all others' at 22.5
+        [
+            *(9 - ready for ready in (4, 5.5, 7, 8.5)),
+            *(22.5 - ready for ready in (*SHORT_AT, 13, *GONE_AT)),
+        ],
+    ),
+    "time_to_first_token_seconds": ("script", [4, 5.5, 10.5, 4]),
+    "inter_token_seconds": (
+        "script",
+        [
+            *(1.5, 1.5, 1.5),
+            *(later - earlier for earlier, later in itertools.pairwise(SHORT_AT)),
+            *(later - earlier for earlier, later in itertools.pairwise(GONE_AT)),
+        ],
+    ),
+    "time_per_output_token_seconds": ("script", [4.5 / 3, 14 / 7, 9 / 4]),
+    "request_seconds": ("script", [8.5, 19.5, 12, 13, 1.5]),
+    "request_prompt_tokens": ("script", [9, 3, 2, 1, 2]),
+    "request_output_tokens": ("script", [4, 8, 1, 5, 0]),
+    "step_tokens": ("script", [6, 5, 2, 2, 1, 1, 5, 4, 3, 3, 1, 1, 1, 5, 1]),
+    "build": ("device", {}),  # its labels have a test of their own
+    "config": ("device", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def script() -> Run:
+    return run_script()
+
+
+@pytest.fixture(scope="module")
+def reserving() -> Metrics:
+    """A request of 3 + 6 tokens takes both its pages at once, one of them ahead of need."""
+    engine, runner = build_engine(reserve="max_length")
+    with serve(engine, runner):
+        gather(engine.submit(ask((1, 2, 3), max_tokens=6, ignore_eos=True)))
+    return engine.metrics
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
+    """Two starts, the second from the cache; then one request after the other, and a fault.
+
+    The first is 20 prompt tokens in chunks of 16 and 4, and 3 outputs; the second 3 and 2, with a
+    filter that needs more candidates than the cap. A program takes a second to compile.
+    """
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_hf(folder, T1, make_weights(T1))
+    cache_dir = tmp_path_factory.mktemp("cache")
+    runner_section = DEVICE_CONFIG.runner.model_copy(update={"cache_dir": cache_dir})
+    config = DEVICE_CONFIG.model_copy(update={"runner": runner_section})
+    metrics = Metrics()
+    with pytest.MonkeyPatch.context() as patch:
+        ticks = itertools.count()
+        patch.setattr(programs, "time", types.SimpleNamespace(monotonic=lambda: next(ticks)))
+        for _ in range(2):
+            jax.clear_caches()  # as in a new process
+            engine = load_engine(str(folder), config, metrics=metrics)
+            gc.collect()  # the first engine's ear for compiles closes with it
+    engine.start()
+    wide = SamplingParams(temperature=100.0, top_p=0.99, max_tokens=2, ignore_eos=True)
+    gather(engine.submit(ask(tuple(range(20)), max_tokens=3, ignore_eos=True)))
+    gather(engine.submit(GenerationRequest(prompt=(1, 2, 3), sampling=wide)))
+    engine.stop()
+    jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def server() -> Metrics:
+    return asyncio.run(call_each())
+
+
+async def call_each() -> Metrics:
+    async with run_server() as running, connect(running) as client:
+        await client.generate("one", max_tokens=2)
+        with pytest.raises(BadRequestError):
+            await client.generate("one", temperature=-1.0)
+        for _ in range(2):
+            async for _event in client.stream("two", max_tokens=2):
+                pass
+        await client.models()
+    return running.engine.metrics
+
+
+@pytest.fixture(scope="module")
+def read(request: pytest.FixtureRequest, script: Run) -> Callable[[Source], dict[str, Metric]]:
+    """The families after a run."""
+
+    def read(source: Source) -> dict[str, Metric]:
+        found = request.getfixturevalue(source)
+        return families(found.metrics if isinstance(found, Run) else found)
+
+    return read
+
+
+def test_no_family_is_without_a_row() -> None:
+    assert list(FAMILIES) == list(families(Metrics()))
+
+
+@pytest.mark.parametrize("name", [name for name, row in FAMILIES.items() if name not in LEVELS])
+def test_the_value_after_the_run_is_exact(
+    name: str, read: Callable[[Source], dict[str, Metric]]
+) -> None:
+    source, wanted = FAMILIES[name]
+    family = read(source)[name]
+    if isinstance(wanted, Sequence):
+        assert family.type == "histogram"
+        assert histogram(family) == pytest.approx(buckets_of(wanted, name), abs=1e-9)
+        return
+    assert {labels: value for labels, value in samples(family).items() if value} == dict(wanted)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_level_is_exact_in_the_middle_and_nothing_is_left_at_the_end(
+    name: str, script: Run
+) -> None:
+    _, wanted = FAMILIES[name]
+    assert isinstance(wanted, Mapping)
+    assert script.levels[name] == wanted[""]
+    at_end = wanted[""] if name == "kv_capacity_tokens" else 0
+    assert script.metrics.value(name) == at_end
+
+
+def test_what_runs_is_told_in_labels(device: Metrics) -> None:
+    (config,) = families(device)["config"].samples
+    assert config.value == 1
+    assert config.labels == {
+        "model": "tiny", "architecture": "llama", "quantization": config.labels["quantization"],
+        "dtype": "float32", "kv_dtype": "float32", "attention": "xla", "page_size": "4",
+        "max_seqs": "4", "max_model_tokens": "64",
+        "mechanisms": "continuous_batching,on_demand_pages,chunked_prefill,overlap,buckets",
+    }  # fmt: skip
+    (build,) = families(device)["build"].samples
+    assert build.labels["version"] == jaxserve.__version__
+    assert build.labels["jax"] == jax.__version__
+    assert build.labels["platform"] == jax.default_backend()
+    assert device.model_name == "tiny"
+
+
+def test_a_shape_that_never_ran_shows_as_zero(device: Metrics) -> None:
+    (family,) = (f for f in device.registry.collect() if f.name == f"{PREFIX}output_programs")
+    assert samples(family)["4 plain,plain"] == 0
+
+
+def families(metrics: Metrics) -> dict[str, Metric]:
+    return {family.name.removeprefix(PREFIX): family for family in metrics.registry.collect()}
+
+
+def samples(family: Metric) -> dict[str, float]:
+    """Label values, in the order of the labels, to the value."""
+    return {
+        ",".join(sample.labels.values()): sample.value
+        for sample in family.samples
+        if not sample.name.endswith(("_created", "_info"))
+    }
+
+
+def histogram(family: Metric) -> dict[str, float]:
+    """Upper bounds, "sum" and "count" to the value."""
+    return {
+        sample.labels.get("le", sample.name.rpartition("_")[2]): sample.value
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def buckets_of(observed: Sequence[float], name: str) -> dict[str, float]:
+    """What a histogram shows of these values."""
+    bounds = LATENCY_BUCKETS_S if name.endswith("_seconds") else TOKEN_BUCKETS
+    cumulative = {str(float(bound)): sum(value <= bound for value in observed) for bound in bounds}
+    return {**cumulative, "+Inf": len(observed), "count": len(observed), "sum": sum(observed)}
