@@ -6,7 +6,7 @@ import sys
 from typing import Final
 
 import jaxserve
-from jaxserve.cli import batch, buckets, config, generate, info, serve
+from jaxserve.cli import batch, buckets, config, convert, generate, info, serve
 
 DESCRIPTION: Final = """\
 A measured serving runtime for language models on one node.
@@ -36,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_parser(commands)
     batch.add_parser(commands)
     serve.add_parser(commands)
+    convert.add_parser(commands)
     config.add_parser(commands)
     buckets.add_parser(commands)
     info.add_parser(commands)

@@ -1,7 +1,8 @@
-"""What start-up shows on stderr: a bar on a terminal, a line per phase elsewhere."""
+"""What long work shows on stderr: a bar on a terminal, a line per phase elsewhere."""
 
 import sys
 import threading
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Final, Self
 
@@ -9,17 +10,21 @@ import rich.console
 import rich.progress
 
 # The phases of engine/start.py, with the unit of their parts.
-_TITLES: Final = {"load": "weights read, MiB", "compile": "programs compiled"}
+START_TITLES: Final = {"load": "weights read, MiB", "compile": "programs compiled"}
 
 
 class StartProgress:
-    """Shows loading and compiling until it is closed. Never writes to stdout.
+    """Shows the phases of one piece of work until it is closed. Never writes to stdout.
 
     A `with` block: whatever was drawn is cleared at its end, so that the output follows cleanly.
     """
 
-    def __init__(self, *, is_quiet: bool = False) -> None:
+    def __init__(self, *, is_quiet: bool = False, titles: Mapping[str, str] = START_TITLES) -> None:
+        """Args:
+        titles: what each phase is called, with the unit of its parts.
+        """
         self._is_quiet = is_quiet
+        self._titles = titles
         self._lock = threading.Lock()  # weights load in one thread, programs compile in others
         console = rich.console.Console(stderr=True)
         self._bar: rich.progress.Progress | None = None
@@ -38,7 +43,7 @@ class StartProgress:
     def __enter__(self) -> Self:
         if self._bar:
             self._bar.start()
-            for phase, title in _TITLES.items():
+            for phase, title in self._titles.items():
                 self._tasks[phase] = self._bar.add_task(title, total=None)
         return self
 
@@ -58,4 +63,6 @@ class StartProgress:
                 self._bar.update(self._tasks[phase], completed=num_done, total=num_all)
             elif not self._is_quiet and num_done == num_all and phase not in self._printed:
                 self._printed.add(phase)
-                print(f"{_TITLES[phase]}: {num_done} of {num_all}", file=sys.stderr, flush=True)
+                print(
+                    f"{self._titles[phase]}: {num_done} of {num_all}", file=sys.stderr, flush=True
+                )
