@@ -6,7 +6,7 @@ import sys
 from typing import Final
 
 import jaxserve
-from jaxserve.cli import batch, buckets, config, convert, generate, info, serve
+from jaxserve.cli import batch, buckets, chat, config, convert, generate, info, serve
 
 DESCRIPTION: Final = """\
 A measured serving runtime for language models on one node.
@@ -34,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     generate.add_parser(commands)
+    chat.add_parser(commands)
     batch.add_parser(commands)
     serve.add_parser(commands)
     convert.add_parser(commands)
