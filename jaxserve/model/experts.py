@@ -10,6 +10,7 @@ token, and blocks of 4 (a pair is written as its token)::
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -77,30 +78,56 @@ def run_pairs(
     T, J = expert_TJ.shape
     E, D, _ = params["gate_EDF"].shape
     size = block_size(T, J, E)
-    expert_I = expert_TJ.reshape(T * J)
-    order_I = jnp.argsort(expert_I)
-    count_E = jnp.bincount(expert_I, length=E).astype(jnp.int32)  # E itself is not counted
-    first_pair_E = jnp.cumsum(count_E) - count_E
-    num_blocks_E = -(-count_E // size)
-    end_block_E = jnp.cumsum(num_blocks_E)
-    # A slice that ran past the end would be shifted, not cut.
-    token_I = jnp.pad(order_I // J, (0, size))
+    pairs = sort_pairs(expert_TJ, num_experts=E, size=size)
 
     def add_block(block: jax.Array, out_ID: jax.Array) -> jax.Array:
-        expert = (end_block_E <= block).sum()
-        start = first_pair_E[expert]
-        start += (block - end_block_E[expert] + num_blocks_E[expert]) * size
-        y_MD = y_TD.at[lax.dynamic_slice_in_dim(token_I, start, size)].get(mode="clip")
+        expert, start = find_block(pairs, block, size=size)
+        token_M = lax.dynamic_slice_in_dim(pairs.token_I, start, size)
+        out_MD = run_expert(params, y_TD.at[token_M].get(mode="clip"), expert, config=config)
         # What a last block has too much belongs to later experts, whose blocks come later.
-        return lax.dynamic_update_slice_in_dim(
-            out_ID, run_expert(params, y_MD, expert, config=config), start, axis=0
-        )
+        return lax.dynamic_update_slice_in_dim(out_ID, out_MD, start, axis=0)
 
-    out_ID: jax.Array = lax.fori_loop(
-        0, end_block_E[-1], add_block, jnp.zeros((T * J + size, D), jnp.float32)
+    empty_ID = jnp.zeros((T * J + size, D), jnp.float32)
+    out_ID: jax.Array = lax.fori_loop(0, pairs.end_block_E[-1], add_block, empty_ID)
+    return out_ID.at[pairs.place_TJ].get(mode="clip")
+
+
+class SortedPairs(NamedTuple):
+    """The pairs of a step, sorted by expert and cut into blocks.
+
+    Attributes:
+      token_I: token of each pair, and then one block of zeros: a slice that ran past the end would
+        be shifted, not cut.
+      place_TJ: where the sort took each pair.
+      first_pair_E: where an expert's pairs begin.
+      end_block_E: the blocks of the experts up to this one; the last entry is all blocks.
+    """
+
+    token_I: jax.Array
+    place_TJ: jax.Array
+    first_pair_E: jax.Array
+    end_block_E: jax.Array
+
+
+def sort_pairs(expert_TJ: jax.Array, *, num_experts: int, size: int) -> SortedPairs:
+    """Returns the pairs in the order of their experts; those of no expert last, in no block."""
+    T, J = expert_TJ.shape
+    expert_I = expert_TJ.reshape(T * J)
+    order_I = jnp.argsort(expert_I)
+    count_E = jnp.bincount(expert_I, length=num_experts).astype(jnp.int32)
+    return SortedPairs(
+        token_I=jnp.pad(order_I // J, (0, size)),
+        place_TJ=jnp.argsort(order_I).reshape(T, J),
+        first_pair_E=jnp.cumsum(count_E) - count_E,
+        end_block_E=jnp.cumsum(-(-count_E // size)),
     )
-    place_I = jnp.argsort(order_I)  # where the sort took each pair
-    return out_ID.at[place_I].get(mode="clip").reshape(T, J, D)
+
+
+def find_block(pairs: SortedPairs, block: jax.Array, *, size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the expert of a block, and its first pair."""
+    expert = (pairs.end_block_E <= block).sum()
+    first_block = jnp.where(expert > 0, pairs.end_block_E[expert - 1], 0)
+    return expert, pairs.first_pair_E[expert] + (block - first_block) * size
 
 
 def run_expert(
