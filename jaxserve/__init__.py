@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from jaxserve.request import SamplingParams
-
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
+    from jaxserve.request import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -13,9 +12,13 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """Brings `LLM` when it is asked for: `import jaxserve` stays light."""
+    """Brings a name when it is asked for: `import jaxserve` stays light."""
     if name == "LLM":
         from jaxserve.llm import LLM
 
         return LLM
+    if name == "SamplingParams":
+        from jaxserve.request import SamplingParams
+
+        return SamplingParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

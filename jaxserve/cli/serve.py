@@ -1,6 +1,7 @@
 """`jaxserve serve`: the gRPC server of one model, until a signal."""
 
 import argparse
+import os
 
 from jaxserve.cli import exit_codes
 from jaxserve.cli.options import add_metrics_options, add_model_options, read_config
@@ -41,6 +42,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace) -> int:
     """Serves until a signal or a failure; returns the exit code."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines beside ours, as for a port
     from jaxserve.engine.start import load_engine
     from jaxserve.server.lifecycle import serve  # here: grpc, for this command only
     from jaxserve.server.metrics_http import serving_metrics
