@@ -89,6 +89,11 @@ class Twin:
         merged = BASE | dict(self.settings) | names
         return {name: value for name, value in merged.items() if value is not None}
 
+    def with_layers(self, num_layers: int) -> "Twin":
+        """The same but for its size, by which llama.cpp knows some models."""
+        settings = {**self.settings, "num_hidden_layers": num_layers}
+        return dataclasses.replace(self, settings=settings)
+
 
 def _llama(settings: Mapping[str, Any] | None = None) -> Twin:
     return Twin(
