@@ -23,6 +23,7 @@ from jaxserve.errors import (
 
 # A full disk, a quota, a device's fault; other errors of files are told where they come up.
 CANNOT_WRITE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG})
+CANNOT_MAP = "failed to map segment"  # what the loader says of a library that does not fit
 INTERRUPTED_LINE = "jaxserve: interrupted"
 
 
@@ -58,6 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _drop_stdout()
         return PIPE_CLOSED
+    except (MemoryError, ImportError) as error:
+        if isinstance(error, ImportError) and CANNOT_MAP not in str(error):
+            raise
+        what = " ".join(str(error).split()) or type(error).__name__
+        line = f"not enough memory: {what}; free some, raise its limit, or use a smaller model"
+        print(f"jaxserve: error: {line}", file=sys.stderr)
+        return REFUSED
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise

@@ -174,7 +174,11 @@ def test_a_wrong_configuration_is_exit_code_2(
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(CheckpointError("x.gguf is\ncut short"), 1), (EngineDeadError("the engine failed"), 70)],
+    [
+        (CheckpointError("x.gguf is\ncut short"), 1),
+        (EngineDeadError("the engine failed"), 70),
+        (MemoryError("Unable to allocate 7 GiB"), 1),
+    ],
 )
 def test_an_error_of_loading_has_its_exit_code(
     error: Exception,

@@ -121,6 +121,12 @@ def test_memory_that_is_not_there_when_it_is_taken_is_one_line(place: Place) -> 
     assert "do not fit the memory" in done.error_line
 
 
+def test_memory_that_does_not_hold_the_libraries_is_one_line(place: Place) -> None:
+    done = generate(place, prefix=(*LIMITED, "RLIMIT_AS", str(400 << 20)))
+    assert done.code == exit_codes.REFUSED
+    assert "not enough memory: " in done.error_line
+
+
 def interrupted_at(module: str, place: Place) -> Iterator[str]:
     """Interrupts the command when it has just imported `module`; yields what else it says."""
     words = [*RUN[1:], "generate", *place.options, "--prompt", "Hi", "--quiet"]
