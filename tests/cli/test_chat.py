@@ -3,7 +3,6 @@
 import io
 import os
 import pty
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -111,7 +110,8 @@ def test_a_model_without_a_template_cannot_chat(chat: Run) -> None:
 
 
 TERMINAL = """\
-import sys
+import os, sys
+os.close(os.open(os.ttyname(0), os.O_RDWR))  # a session's first terminal is its controlling one
 import jaxserve.engine.start
 from jaxserve.cli.main import main
 from tests.engines import build_engine
@@ -143,7 +143,6 @@ class Terminal:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            preexec_fn=_take_terminal,
         )
         os.close(theirs)
         self.seen = ""
@@ -164,14 +163,6 @@ class Terminal:
             pass
         os.close(self._fd)
         return self.process.wait()
-
-
-def _take_terminal() -> None:
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
