@@ -1,13 +1,20 @@
 """Pieces of text equal the whole text, whatever the ids (CASES C35)."""
 
+import itertools
 import random
 
 import pytest
 
 from jaxserve.checkpoint.registry import find_model
 from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.stops import StopMatcher
 from jaxserve.text.tokenizer import Tokenizer
-from tests.text.vocabularies import byte_tokenizer, sentencepiece_backend, word_backend
+from tests.text.vocabularies import (
+    byte_tokenizer,
+    sentencepiece_backend,
+    sentencepiece_tokenizer,
+    word_backend,
+)
 
 FAMILY = "👨‍👩‍👧"
 
@@ -17,13 +24,26 @@ def demo() -> Tokenizer:
     return find_model("smollm2-135m-instruct").load_header().tokenizer
 
 
-def stream(tokenizer: Tokenizer, ids: list[int], *, skip: bool = True, size: int = 1) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, skip)
+def stream(
+    tokenizer: Tokenizer,
+    ids: list[int],
+    *,
+    skip: bool = True,
+    size: int = 1,
+    prompt: tuple[int, ...] | None = None,
+) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, skip, prompt=prompt)
     pieces = [detokenizer.push(ids[i : i + size]) for i in range(0, len(ids), size)]
     return [*pieces, detokenizer.flush()]
 
 
-def fuzz(tokenizer: Tokenizer, *, num_sequences: int, seed: int) -> None:
+def fuzz(
+    tokenizer: Tokenizer,
+    *,
+    num_sequences: int,
+    seed: int,
+    prompt: tuple[int, ...] | None = None,
+) -> None:
     """Random ids: mostly bytes and lone tokens, some special, some unknown."""
     rng = random.Random(seed)
     special = sorted(tokenizer.special_ids)
@@ -41,7 +61,7 @@ def fuzz(tokenizer: Tokenizer, *, num_sequences: int, seed: int) -> None:
             for kind in kinds
         ]
         skip = rng.random() < 0.5
-        pieces = stream(tokenizer, ids, skip=skip, size=rng.randint(1, 4))
+        pieces = stream(tokenizer, ids, skip=skip, size=rng.randint(1, 4), prompt=prompt)
         for piece in pieces:
             piece.encode()  # valid text at every cut
         assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip), ids
@@ -96,6 +116,62 @@ def test_a_sentencepiece_output_keeps_the_space_it_begins_with() -> None:
     ids = tokenizer.encode("a b é", add_special_tokens=False)
     assert tokenizer.decode(ids) == "a b é"
     assert "".join(stream(tokenizer, ids)) == " a b é"
+
+
+def test_the_space_goes_only_where_the_output_begins_the_text() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    output = tokenizer.encode("the user", add_special_tokens=False)
+    prompts = {
+        (): "the user",
+        (1,): "the user",
+        (1, 999_999): "the user",
+        (1, *tokenizer.encode("a")): " the user",
+        None: " the user",
+    }
+    for prompt, wanted in prompts.items():
+        for size in (1, 2, 3):
+            assert "".join(stream(tokenizer, output, size=size, prompt=prompt)) == wanted
+    two_spaces = tokenizer.encode("  the", add_special_tokens=False)
+    assert (
+        "".join(stream(tokenizer, two_spaces, prompt=())) == "  the" == tokenizer.decode(two_spaces)
+    )
+    assert "".join(stream(tokenizer, [2, *output], prompt=())) == "the user"
+    bare = sentencepiece_tokenizer(adds_space_prefix=False)
+    output = bare.encode(" the", add_special_tokens=False)
+    assert "".join(stream(bare, output, prompt=())) == " the" == bare.decode(output)
+
+
+def test_random_sentencepiece_ids_stream_to_their_one_shot_text() -> None:
+    for adds_space_prefix in (True, False):
+        tokenizer = sentencepiece_tokenizer(adds_space_prefix=adds_space_prefix)
+        fuzz(tokenizer, num_sequences=1000, seed=39, prompt=())
+
+
+def test_valid_sentencepiece_text_is_the_librarys() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    rng = random.Random(40)
+    for _ in range(500):
+        text = "".join(rng.choices(["the ", " ", "é", "🌶", "日", "user", "\n\n", "\n"], k=8))
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == tokenizer._backend.decode(ids)
+
+
+def test_a_forced_stream_gives_one_text_and_one_stop_however_it_is_cut() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    ids = tokenizer.encode("the é user\n\nus🌶")
+    text = tokenizer.decode(ids)
+    cuts = range(1, len(ids))
+    for stop in ("é us", "\n\n", "us🌶", "🌶", "e"):
+        before = text[: text.index(stop)]
+        for num_cuts in (0, 1, 2, 3, len(cuts)):
+            for places in itertools.combinations(cuts, num_cuts):
+                matcher, decoder = StopMatcher((stop,)), Detokenizer(tokenizer, prompt=())
+                shown, is_stopped = "", False
+                for start, end in itertools.pairwise([0, *places, len(ids)]):
+                    output = matcher.push(decoder.push(ids[start:end]))
+                    shown += output.text
+                    is_stopped = is_stopped or output.matched == stop
+                assert (shown, is_stopped) == (before, True)
 
 
 def test_words_without_a_decoder_are_set_apart() -> None:

@@ -1,13 +1,17 @@
 """Tiny vocabularies for the tests of text/."""
 
+import collections
+import itertools
+
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxserve.text.byte_bpe import build_byte_bpe
 from jaxserve.text.pre_kinds import PRE_KINDS
+from jaxserve.text.sentencepiece import build_sentencepiece_bpe
 from jaxserve.text.token_bytes import byte_alphabet
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.text.vocabulary import TokenType, build_vocabulary
+from jaxserve.text.vocabulary import TokenType, Vocabulary, build_vocabulary
 
 SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ċ Ċ", "< |"]
@@ -15,6 +19,10 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content"
     " + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TRAINING_TEXT = (
+    "the theme of the thesis is that these themes then assist us all: user assistant aba aba abab "
+    "hello hello world wore the user the assistant answers the user and the user asks anew"
 )
 BOS, EOS, IM_START, IM_END = range(4)
 
@@ -34,6 +42,58 @@ def byte_tokenizer(
         byte_backend(),
         bos_id=BOS,
         eos_ids=[EOS, IM_END],
+        add_bos=add_bos,
+        chat_template=chat_template,
+        named_tokens={"bos_token": "<s>", "eos_token": "</s>"},
+    )
+
+
+def trained_vocabulary(*, num_merges: int = 60) -> Vocabulary:
+    """A SentencePiece BPE vocabulary as training makes it: the n-th merge has the score -n."""
+    words = [["▁", *word] for word in TRAINING_TEXT.split()] + [["▁"] * 9, list("ababababa")]
+    merged: list[str] = []
+    while len(merged) < num_merges:
+        pairs = collections.Counter(pair for word in words for pair in itertools.pairwise(word))
+        pair = max(pairs, key=lambda pair: (pairs[pair], pair))
+        if "".join(pair) not in merged:
+            merged.append("".join(pair))
+        words = [join_pair(word, pair) for word in words]
+    letters = sorted(set("".join(merged)))
+    rows = [
+        ("<unk>", 0.0, TokenType.UNKNOWN),
+        ("<s>", 0.0, TokenType.CONTROL),
+        ("</s>", 0.0, TokenType.CONTROL),
+        *((f"<0x{byte:02X}>", 0.0, TokenType.BYTE) for byte in range(256)),
+        *((token, -float(n), TokenType.NORMAL) for n, token in enumerate([*merged, *letters])),
+        ("\n\n", 0.0, TokenType.USER_DEFINED),
+        ("<|im_start|>", 0.0, TokenType.CONTROL),
+        ("<|im_end|>", 0.0, TokenType.CONTROL),
+    ]
+    tokens, scores, types = zip(*rows, strict=True)
+    return build_vocabulary(tokens, types=types, scores=scores)
+
+
+def join_pair(word: list[str], pair: tuple[str, str]) -> list[str]:
+    joined: list[str] = []
+    for piece in word:
+        if joined and (joined[-1], piece) == pair:
+            joined[-1] += piece
+        else:
+            joined.append(piece)
+    return joined
+
+
+def sentencepiece_tokenizer(
+    *,
+    add_bos: bool | None = True,
+    chat_template: str | None = CHAT_TEMPLATE,
+    adds_space_prefix: bool = True,
+) -> Tokenizer:
+    vocabulary = trained_vocabulary()
+    return Tokenizer.from_backend(
+        build_sentencepiece_bpe(vocabulary, adds_space_prefix=adds_space_prefix),
+        bos_id=1,
+        eos_ids=[2, vocabulary.ids()["<|im_end|>"]],
         add_bos=add_bos,
         chat_template=chat_template,
         named_tokens={"bos_token": "<s>", "eos_token": "</s>"},
