@@ -210,13 +210,14 @@ def write_twin_gguf(
     *,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     keys: Mapping[str, Any] | None = None,
+    extra: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
-    """Write the GGUF file; None in `keys` removes one."""
+    """Write the GGUF file; None in `keys` removes one, `extra` are more tensors."""
     writer = gguf.GGUFWriter(path, twin.architecture)
     for name, value in {**_gguf_keys(twin), **twin.keys, **(keys or {})}.items():
         add_value(writer, f"{twin.architecture}.{name}", value)
     add_tokenizer(writer, GgufRecipe())
-    for name, array in _gguf_tensors(twin, weights).items():
+    for name, array in {**_gguf_tensors(twin, weights), **(extra or {})}.items():
         is_router = name.endswith("ffn_gate_inp.weight")
         add_tensor(writer, name, array, GGMLQuantizationType.F32 if is_router else kind)
     writer.write_header_to_file()
