@@ -199,7 +199,7 @@ def engine_child(path: Path, dtype: str) -> dict[str, float]:
 
 def convert_child(paths: Path, dtype: str) -> dict[str, float]:
     import gguf.quants  # noqa: F401
-    import orbax.checkpoint.v1  # noqa: F401
+    import orbax.checkpoint  # noqa: F401
 
     from jaxserve.checkpoint.convert import convert
     from jaxserve.checkpoint.registry import find_model

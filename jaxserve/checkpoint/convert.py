@@ -1,12 +1,12 @@
 """Makes a bundle of any model that can be loaded, part by part, all of it or nothing."""
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import math
 import os
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,9 +41,10 @@ DtypeName = Literal["float32", "bfloat16"]
 # Called with a phase ("convert", "verify"), the MiB of it that are done, and all of them.
 Progress = Callable[[str, int, int], None]
 
-# Of an Orbax checkpoint. Twice this is held beside the largest parameter, and each costs 40 ms.
-PART_BYTES = 64 << 20
+# Of an Orbax checkpoint. A load holds two of these a thread beside its result; each costs 40 ms.
+PART_BYTES = 32 << 20
 MIB = 1 << 20
+MAX_REMOVALS, REMOVAL_PAUSE_S = 20, 0.05
 UNFINISHED_SUFFIX = ".converting"
 
 
@@ -71,7 +72,7 @@ def convert(
     header = source.load_header()
     chosen: DtypeName = dtype if dtype != "auto" else _natural_dtype(header)
     try:
-        with _open_unfinished(target) as folder, quiet_orbax():
+        with quiet_orbax(), _open_unfinished(target) as folder:
             _check_room(header, chosen, folder)
             manifest = _write(source, header, chosen, folder, progress or _no_progress)
             _sync(folder)
@@ -120,10 +121,18 @@ def _open_unfinished(target: Path) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            if os.path.lexists(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
     finally:
         os.close(held)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder, into which writes may still be going on after one has failed."""
+    for _ in range(MAX_REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.lexists(folder):
+            return
+        time.sleep(REMOVAL_PAUSE_S)
 
 
 def _check_room(header: ModelHeader, dtype: DtypeName, folder: Path) -> None:
@@ -132,7 +141,10 @@ def _check_room(header: ModelHeader, dtype: DtypeName, folder: Path) -> None:
 
     needed, free = num_param_bytes(header.config, dtype), shutil.disk_usage(folder).free
     if needed > free:
-        raise OSError(errno.ENOSPC, f"it needs {needed} bytes, and {free} are free")
+        raise CheckpointError(
+            f"the bundle needs {needed} bytes, but the disk of {folder.parent} has {free} free; "
+            "free space there, or give a path on another disk"
+        )
 
 
 def _write(
@@ -243,10 +255,9 @@ def _sha256(array: np.ndarray) -> str:
 
 def _explain(error: OSError, target: Path) -> str:
     reason = os.strerror(error.errno) if error.errno else str(error)
-    detail = f" ({error.strerror})" if error.errno == errno.ENOSPC and error.strerror else ""
     return (
-        f"cannot write {target}: {reason}{detail}; nothing is left of it; free space on the disk, "
-        "or give a path on another"
+        f"cannot write {target}: {reason}; nothing is left of it; free space on the disk, or give "
+        "a path on another"
     )
 
 

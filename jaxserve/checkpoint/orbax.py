@@ -6,6 +6,7 @@ import functools
 import hashlib
 import logging
 import math
+import sys
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -277,13 +278,24 @@ def _num_bytes(manifest: Manifest, path: str) -> int:
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Keeps the library's log to itself: what goes wrong is raised, and said once."""
-    log = logging.getLogger("absl")
+    """Keeps the library's log to itself: what goes wrong is raised, and said once.
+
+    After a failed write, those that were under way report to an event loop that is gone; Python
+    would print each.
+    """
+    log, hook = logging.getLogger("absl"), sys.unraisablehook
     level = log.level
+
+    def drop_late(unraisable: "sys.UnraisableHookArgs") -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
     log.setLevel(logging.CRITICAL + 1)
+    sys.unraisablehook = drop_late
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         log.setLevel(level)
 
 
