@@ -208,7 +208,9 @@ ROPES: dict[str, Case] = {
             **ORIGINAL,
         }
     ),
-    "yarn": llama_rope({"rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0, **ORIGINAL}),
+    "yarn": llama_rope(
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1.0, "beta_slow": 0.1, **ORIGINAL}
+    ),
     "yarn_mscale": llama_rope(
         {
             "rope_type": "yarn",
@@ -249,7 +251,7 @@ ROPES: dict[str, Case] = {
             },
             **ORIGINAL,
         },
-        stddev=0.2,
+        stddev=0.15,
         columns=4,
     ),
 }
