@@ -97,12 +97,12 @@ def read_uses(url: str) -> Uses:
     Raises:
       NotServingError: nobody answers there, or not with jaxserve's metrics.
     """
-    parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
-    if parts.path in ("", "/"):
-        parts = parts._replace(path="/metrics")
     try:
+        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https"):
             raise ValueError(f"{parts.scheme} is neither http nor https")
+        if parts.path in ("", "/"):
+            parts = parts._replace(path="/metrics")
         with urllib.request.urlopen(parts.geturl(), timeout=TIMEOUT_S) as reply:
             text = reply.read().decode()
     except (OSError, ValueError) as error:  # URLError is an OSError
