@@ -41,7 +41,7 @@ class Job:
         if self.model and other.model:
             for name, value in self.model.items():
                 if value != other.model.get(name):
-                    return f"the model's {name} was {other.model.get(name)} and is {value}"
+                    return f"the model's {name} was {other.model.get(name)!r} and is {value!r}"
         return ""
 
 
