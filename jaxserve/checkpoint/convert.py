@@ -20,6 +20,7 @@ from jaxserve.checkpoint.load import flatten
 from jaxserve.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
+    UNFINISHED_SUFFIX,
     Manifest,
     SourceRecord,
     TensorRecord,
@@ -45,7 +46,6 @@ Progress = Callable[[str, int, int], None]
 PART_BYTES = 32 << 20
 MIB = 1 << 20
 MAX_REMOVALS, REMOVAL_PAUSE_S = 20, 0.05
-UNFINISHED_SUFFIX = ".converting"
 
 
 def convert(

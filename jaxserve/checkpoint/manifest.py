@@ -17,6 +17,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.model.config import ModelConfig
 
 MANIFEST_FILE = "manifest.json"
+UNFINISHED_SUFFIX = ".converting"  # of a bundle that is being written
 FORMAT_VERSION = 1
 # Files up to this size are checked by SHA-256; larger ones hold arrays, which have their own sums.
 SMALL_FILE_BYTES = 1 << 20

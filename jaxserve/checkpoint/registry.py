@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxserve.checkpoint.gguf import GgufSource
 from jaxserve.checkpoint.header import ModelSource
-from jaxserve.checkpoint.manifest import MANIFEST_FILE
+from jaxserve.checkpoint.manifest import MANIFEST_FILE, UNFINISHED_SUFFIX
 from jaxserve.checkpoint.orbax import OrbaxSource
 from jaxserve.checkpoint.safetensors import HfFolderSource
 from jaxserve.errors import CheckpointError
@@ -48,7 +48,7 @@ def _find_path(name_or_path: str) -> ModelSource | None:
     if not name_or_path:
         return None
     if (path / MANIFEST_FILE).is_file() and not (path / "config.json").exists():
-        return OrbaxSource(path)
+        return OrbaxSource(_check_finished(path))
     if path.is_dir():
         return HfFolderSource(_check_folder(path))
     if path.suffix == ".gguf" or path.is_file():
@@ -83,6 +83,14 @@ def _check_folder(path: Path) -> Path:
         f"the folder {path} has no config.json, so it is not a Hugging Face model folder, and no "
         f"{MANIFEST_FILE}, so it is not a bundle{hint}"
     )
+
+
+def _check_finished(path: Path) -> Path:
+    if path.resolve().name.endswith(UNFINISHED_SUFFIX):
+        raise CheckpointError(
+            f"{path} is what a conversion did not finish; convert the model again"
+        )
+    return path
 
 
 def _check_file(path: Path) -> Path:
