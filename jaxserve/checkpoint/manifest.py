@@ -91,8 +91,13 @@ def digest_tensors(tensors: dict[str, TensorRecord]) -> str:
 
 def dump_manifest(manifest: Manifest) -> str:
     """Returns the manifest's text, signed."""
-    fields = _adapter().dump_python(manifest, mode="json")
-    return json.dumps(fields | {DIGEST_KEY: _digest(fields)}, indent=1, sort_keys=True) + "\n"
+    fields = sign(_adapter().dump_python(manifest, mode="json"))
+    return json.dumps(fields, indent=1, sort_keys=True) + "\n"
+
+
+def sign(fields: dict[str, object]) -> dict[str, object]:
+    """Returns a manifest's fields with the digest of them."""
+    return fields | {DIGEST_KEY: _digest(fields)}
 
 
 def read_manifest(folder: Path) -> Manifest:
