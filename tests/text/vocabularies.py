@@ -49,7 +49,10 @@ def byte_tokenizer(
 
 
 def trained_vocabulary(*, num_merges: int = 60) -> Vocabulary:
-    """A SentencePiece BPE vocabulary as training makes it: the n-th merge has the score -n."""
+    """A SentencePiece BPE vocabulary as training makes it: the n-th merge has the score -n.
+
+    The ids are in alphabetical order, so that nothing can take them for the scores.
+    """
     words = [["▁", *word] for word in TRAINING_TEXT.split()] + [["▁"] * 9, list("ababababa")]
     merged: list[str] = []
     while len(merged) < num_merges:
@@ -64,7 +67,9 @@ def trained_vocabulary(*, num_merges: int = 60) -> Vocabulary:
         ("<s>", 0.0, TokenType.CONTROL),
         ("</s>", 0.0, TokenType.CONTROL),
         *((f"<0x{byte:02X}>", 0.0, TokenType.BYTE) for byte in range(256)),
-        *((token, -float(n), TokenType.NORMAL) for n, token in enumerate([*merged, *letters])),
+        *sorted(
+            (token, -float(n), TokenType.NORMAL) for n, token in enumerate([*merged, *letters])
+        ),
         ("\n\n", 0.0, TokenType.USER_DEFINED),
         ("<|im_start|>", 0.0, TokenType.CONTROL),
         ("<|im_end|>", 0.0, TokenType.CONTROL),
