@@ -26,11 +26,12 @@ examples:
   jaxserve buckets path/to/model --config configs/cpu.toml
   jaxserve buckets --dry-run --metrics-url http://127.0.0.1:9090/metrics
 
-A forward's bucket is DECODE_SEQSxVERIFY_TOKENS+CHUNK_TOKENS, 8x1+256 say: a step of up to 8 rows
-of one token beside up to 256 prompt tokens. An output's is its rows and what its sampler can do.
-Compiled programs are kept in the cache, so that a later `jaxserve serve` only reads them. Sizes are
-set by buckets.decode_seqs, buckets.chunk_tokens and buckets.chunk_decode_seqs, as lists or as
-{first = 2, last = 32, ratio = 2} in a file.
+A forward's bucket is DECODE_SEQSxVERIFY_TOKENS+CHUNK_TOKENS, 8x1+256 say: a
+step of up to 8 rows of one token beside up to 256 prompt tokens. An output's is
+its rows and what its sampler can do. Compiled programs are kept in the cache,
+so that a later `jaxserve serve` only reads them. Sizes are set by
+buckets.decode_seqs, buckets.chunk_tokens and buckets.chunk_decode_seqs, as
+lists or, in a file, as {first = 2, last = 32, ratio = 2}.
 """
 TIMEOUT_S: Final = 10.0
 NEVER: Final = "never"
@@ -54,8 +55,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "buckets",
         help="list and compile the programs of a configuration",
-        description="List the programs that serving a model compiles, and compile them: seconds, "
-        "temporary bytes, and whether the cache had them.",
+        description="List the programs that serving a model compiles, and compile them:\n"
+        "seconds, temporary bytes, and whether the cache had them.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

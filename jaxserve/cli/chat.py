@@ -42,8 +42,8 @@ slash begins with two.
 ctrl-C stops the answer and not the program; what was said so far stays in the
 conversation. ctrl-D ends. Nothing is forgotten in silence: when the context is
 full, the turn is refused, and /reset starts anew. With --seed, turn N is seeded
-with S + N - 1. Answers go to stdout, all else to stderr; from a pipe a turn that
-was refused makes the exit code 1.
+with S + N - 1. Answers go to stdout, all else to stderr; from a pipe a turn
+that was refused makes the exit code 1.
 """
 HELP: Final = """\
 /reset        forget the conversation; the instructions stay

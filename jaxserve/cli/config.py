@@ -19,10 +19,11 @@ examples:
   jaxserve config check configs/*.toml
   jaxserve config schema > schema.json
 
-A later source wins: defaults, then --config FILE, then the environment, then flags. Each key has a
-variable and a flag: scheduler.max_seqs is JAXSERVE_SCHEDULER__MAX_SEQS=8 and
---set scheduler.max_seqs=8. A list is JSON there, such as [2, 8, 32]; a list of buckets may also be
-geometric: {"first": 2, "last": 32, "ratio": 2}, in a file {first = 2, last = 32, ratio = 2}.
+A later source wins: defaults, then --config FILE, then the environment, then
+flags. Each key has a variable and a flag: scheduler.max_seqs is
+JAXSERVE_SCHEDULER__MAX_SEQS=8 and --set scheduler.max_seqs=8. A list is JSON
+there, such as [2, 8, 32]. A list of buckets may also be geometric: in a file
+{first = 2, last = 32, ratio = 2}, else {"first": 2, "last": 32, "ratio": 2}.
 """
 SCHEMA_DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 SHOW: Final = "print the configuration as TOML, each value with its source"

@@ -27,8 +27,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "convert",
         help="make a bundle of a model",
-        description="Make a bundle of a model: its weights in Orbax form, checked by digest, with "
-        "a manifest and its tokenizer.",
+        description="Make a bundle of a model: its weights in Orbax form, checked by digest,\n"
+        "with a manifest and its tokenizer.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -24,14 +24,14 @@ from jaxserve.request import ChatMessage, ChatPrompt, GenerationRequest
 EPILOG = """\
 examples:
   jaxserve generate --chat --prompt "Name three rivers."
-  jaxserve generate --chat --prompt "Tell a story." --temperature 0.8 --seed 7 --max-tokens 200
-  jaxserve generate path/to/model.gguf --prompt-file prompt.txt --json | jq .text
+  jaxserve generate --chat --prompt "Tell a story." --temperature 0.8 --seed 7
+  jaxserve generate path/to/model.gguf --prompt-file p.txt --json | jq .text
   echo "Once upon a time" | jaxserve generate --prompt-file - --max-tokens 50
   jaxserve generate --token-ids "1 4093 198" --max-tokens 8
 
-The text goes to stdout, all else to stderr. What is not set is the model's own default; a model
-without one is decoded greedily. Only the shapes this request can reach are compiled, and they are
-kept for the next time.
+The text goes to stdout, all else to stderr. What is not set is the model's
+own default; a model without one is decoded greedily. Only the shapes this
+request can reach are compiled, and they are kept for the next time.
 """
 
 
@@ -52,7 +52,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
     prompt.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file; - is stdin")
     prompt.add_argument(
-        "--token-ids", type=_token_ids, metavar='"1 2 3"', help="ids of the model's vocabulary"
+        "--token-ids",
+        type=_token_ids,
+        metavar="IDS",
+        help="of the model's vocabulary, such as '1 2 3'",
     )
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a user's message: use the chat template"

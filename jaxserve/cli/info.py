@@ -21,8 +21,9 @@ examples:
   jaxserve info path/to/model
   jaxserve info --json > report.json
 
-Paste it into a report of a fault. It reads no weights and sends nothing anywhere; of the
-environment it shows only JAXSERVE_*, JAX_*, XLA_* and what chooses devices and folders.
+Paste it into a report of a fault. It reads no weights and sends nothing
+anywhere; of the environment it shows only JAXSERVE_*, JAX_*, XLA_* and what
+chooses devices and folders.
 """
 PACKAGES: Final = ("jax", "jaxlib", "flax", "numpy", "grpcio", "protobuf", "tokenizers")
 VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "XDG_CACHE_HOME")

@@ -14,10 +14,10 @@ examples:
   jaxserve serve --config configs/baseline.toml
   jaxserve serve --metrics-port 9100 & curl -s localhost:9100/metrics
 
-The port is open at once; health says NOT_SERVING until the model is loaded and every program is
-compiled. The first SIGTERM or ctrl-C refuses new requests and lets running ones end
-(server.drain_timeout_s), the second ends them. There is no authentication: bind an address that
-only trusted clients reach.
+The port is open at once; health says NOT_SERVING until the model is loaded and
+every program is compiled. The first SIGTERM or ctrl-C refuses new requests and
+lets running ones end (server.drain_timeout_s), the second ends them. There is
+no authentication: bind an address that only trusted clients reach.
 """
 
 

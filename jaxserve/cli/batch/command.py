@@ -44,7 +44,8 @@ sets is ignored: an unknown or unsupported field makes the line an error.
 
 The output has one line for each line of the input that is not blank, in the
 same order:
-  {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}
+  {"id", "custom_id", "error",
+   "response": {"status_code", "request_id", "body"}}
 A line that failed has an error with its number; the others go on. In the shell:
   jq -c 'select(.error) | .error' answers.jsonl
 
