@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import re
 from collections.abc import Collection
@@ -38,6 +39,8 @@ from jaxserve.checkpoint.safetensors_file import (
 from jaxserve.errors import CheckpointError
 from jaxserve.model.config import ModelConfig
 from jaxserve.text.hf_folder import load_tokenizer, read_json_object
+
+logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -139,7 +142,13 @@ class HfFolderSource:
             for name, tensor in self._tensors.items()
             if tensor.dtype not in STORED_DTYPES
         )
-        check_tensors(found, wanted, where=str(self.path), other_problems=dtypes)
+        hints = []
+        if HF_HEAD not in found and not config.tied_head:
+            hints.append(
+                f"config.json says that {HF_HEAD} is not the embedding, set tie_word_embeddings to "
+                "true if it is"
+            )
+        check_tensors(found, wanted, where=str(self.path), other_problems=dtypes + hints)
         return config
 
     def _decide_tied(self, config: ModelConfig) -> bool:
@@ -149,19 +158,17 @@ class HfFolderSource:
         embedding is not loaded twice if the flag says tied. Without a head the flag must say tied.
         """
         head, embedding = self._tensors.get(HF_HEAD), self._tensors.get(HF_EMBEDDING)
-        if head is None:
-            if not config.tied_head:
-                raise CheckpointError(
-                    f"{self.path} has no {HF_HEAD}, but config.json says that the head is not "
-                    "tied to the embedding; set tie_word_embeddings to true if it is, or get the "
-                    "missing file"
-                )
+        if head is None or embedding is None or not config.tied_head:
+            return config.tied_head and head is None
+        same_form = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
+        if same_form and _are_equal(head, embedding):
             return True
-        if not config.tied_head or embedding is None:
-            return False
-        if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
-            return False
-        return _are_equal(head, embedding)
+        logger.warning(
+            "%s: config.json says that the head is the embedding, but %s differs; it is used",
+            self.path,
+            HF_HEAD,
+        )
+        return False
 
 
 def num_part_bytes(tensor: StoredTensor, part: StoredPart) -> int:
