@@ -16,7 +16,7 @@ from structlog.types import EventDict, WrappedLogger
 
 Format = Literal["text", "json"]
 
-_CONVERSION: Final = re.compile(r"%[-#0 +]*\d*(?:\.(\d+))?[a-zA-Z]")
+_CONVERSION: Final = re.compile(r"%[-#0 +]*\d*(?:\.(\d+))?([a-zA-Z])")
 _FACT: Final = re.compile(rf"(\w+)={_CONVERSION.pattern}")
 _PLAIN: Final = re.compile(r"[\w.:/@+,\[\]-]+", re.ASCII)  # needs no quotes
 _OWN_KEYS: Final = ("timestamp", "level", "logger", "event", "exception", "stack")
@@ -78,13 +78,15 @@ def _take_facts(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
         return event
     event["event"] = " ".join(_FACT.sub("", text).replace("%%", "%").split()).replace(" ;", ";")
     for match, value in zip(found, arguments, strict=True):
-        event[match[1]] = _plain_value(value, digits=match[2])
+        event[match[1]] = _plain_value(value, digits=match[2], kind=match[3])
     return event
 
 
-def _plain_value(value: object, *, digits: str | None) -> object:
-    """Returns what JSON has a word for; other things as text."""
+def _plain_value(value: object, *, digits: str | None, kind: str) -> object:
+    """Returns what JSON has a word for, as precise as the format says; other things as text."""
     match value:
+        case float() if kind == "d":
+            return int(value)
         case float() if digits is not None:
             return round(value, int(digits))
         case None | bool() | int() | float() | str():
