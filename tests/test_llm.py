@@ -1,17 +1,28 @@
 """The Python API over an engine on the fake runner, and once over a real tiny model's parts."""
 
+import contextlib
+import dataclasses
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import jaxserve
-from jaxserve.config import LimitsSection
+from jaxserve.config import Config, LimitsSection
 from jaxserve.engine import EngineState
-from jaxserve.errors import InvalidRequestError, NotServingError
-from jaxserve.llm import LLM, Prompt
-from jaxserve.request import ChatMessage, ChatPrompt, FinishReason, SamplingParams
-from tests.engines import build_engine, check_accounts, check_idle
+from jaxserve.errors import InvalidRequestError, NotServingError, RequestError
+from jaxserve.llm import LLM, Completion, Prompt, as_own_reader
+from jaxserve.request import (
+    ChatMessage,
+    ChatPrompt,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
+from scripts import generate_offline
+from tests.engines import build_engine, check_accounts, check_idle, gather
 from tests.fakes import CHAT_TEMPLATE, EOS_ID, expected_output, say
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -86,6 +97,63 @@ def test_prompts_may_come_from_a_generator(llm: LLM) -> None:
 def test_what_is_no_prompt_is_refused_by_name(llm: LLM, prompts: Any) -> None:  # noqa: ANN401
     with pytest.raises(InvalidRequestError, match=r"^prompts? is .*, but must be text, token ids"):
         llm.generate(prompts, GREEDY)
+
+
+def test_each_request_has_its_own_parameters_and_its_own_error(llm: LLM) -> None:
+    def requests() -> Iterator[GenerationRequest | RequestError]:
+        yield GenerationRequest(prompt=(1, 2), sampling=dataclasses.replace(GREEDY, max_tokens=3))
+        yield InvalidRequestError("refused before")
+        yield GenerationRequest(prompt=(999,), sampling=GREEDY)
+        yield GenerationRequest(prompt=(1, 2), sampling=GREEDY)
+
+    first, refused, bad, last = llm.generate_each(requests())
+    assert isinstance(first, Completion)
+    assert isinstance(last, Completion)
+    assert (len(first.token_ids), len(last.token_ids)) == (3, 6)
+    assert str(refused) == "refused before"
+    assert isinstance(bad, InvalidRequestError)
+
+
+def test_a_prompt_can_be_streamed(llm: LLM) -> None:
+    with llm.stream("hi", chat=True) as stream:
+        output = gather(stream)
+    assert (output.text, output.started.prompt_tokens) == ("hey", len(CHAT))
+
+
+def test_who_reads_for_himself_has_no_limits_of_a_server_but_those_he_set() -> None:
+    limits = as_own_reader(Config()).limits
+    assert limits.queue_timeout_s > 100_000
+    assert limits.stream_buffer_bytes > 100_000_000
+    assert limits.max_prompt_bytes == Config().limits.max_prompt_bytes
+    mine = Config(limits=LimitsSection(queue_timeout_s=3.0))
+    assert as_own_reader(mine).limits.queue_timeout_s == 3.0
+
+
+def test_the_small_script_keeps_order_errors_and_what_is_done(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate_offline, "LLM", lambda _: contextlib.nullcontext(llm))
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines: list[object] = [
+        {"prompt": "hi"},
+        {"messages": [{"role": "user", "content": "hi"}]},
+        {"prompt": "hi", "max_tokns": 3},
+        {"prompt": "hi", "max_tokens": 4000},
+        {"prompt": "hi", "max_tokens": 2, "temperature": 0},
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines) + "no\n")
+    assert generate_offline.main(source, target) == 1
+    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [answer.get("text") for answer in answers] == ["hello", "hey", None, None, "he", None]
+    assert "max_tokns" in answers[2]["error"]
+    assert "max_tokens is 4000" in answers[3]["error"]
+    assert "line 6" in answers[5]["error"]
+    whole = target.read_text()
+    target.write_text(whole[:40])
+    generate_offline.main(source, target)
+    assert target.read_text() == whole
+    text = Path(generate_offline.__file__).read_text()
+    assert len(text.splitlines()) < 60
 
 
 def test_a_closed_one_refuses() -> None:
