@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 PATHS: Final = frozenset({"/", "/metrics"})
 MAX_SCRAPES: Final = 16  # at once; more wait their turn
 SILENCE_S: Final = 10.0  # a client that says nothing is given up
+POLL_S: Final = 0.1  # how soon `close` is seen
 OPENMETRICS: Final = "application/openmetrics-text"
 
 _Environ = dict[str, Any]
@@ -51,7 +52,7 @@ class MetricsEndpoint:
         self._server.set_app(_only_known_paths(_keep_colons(app)))
         self.port: int = self._server.server_port
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="jaxserve-metrics", daemon=True
+            target=self._server.serve_forever, args=(POLL_S,), name="jaxserve-metrics", daemon=True
         )
         self._thread.start()
         host = f"[{section.host}]" if ":" in section.host else section.host
