@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from jaxserve.checkpoint.header import NumpyParams
 from jaxserve.checkpoint.hf_config import read_model_config
 from jaxserve.checkpoint.layout import hf_sources, stored_shapes
+from jaxserve.kernels.paged_attention import Impl
 from jaxserve.model.config import ModelConfig
 from tests.model.golden import hf_families
 from tests.model.golden.hf_families import NUM_TOKENS, TOKEN_IDS, Case
@@ -66,11 +67,13 @@ def write_folder(
     return folder
 
 
-def paged_logits(params: NumpyParams, config: ModelConfig, case: Case) -> np.ndarray:
+def paged_logits(
+    params: NumpyParams, config: ModelConfig, case: Case, *, attention: Impl
+) -> np.ndarray:
     """The logits that are stored of a case, from our paged forward."""
     pages = list(range(3, 3 + -(-NUM_TOKENS // 4)))
     logits = run_in_chunks(
-        PagedModel(params, config),
+        PagedModel(params, config, attention=attention),
         TOKEN_IDS,
         chunks=CHUNKS,
         pages=pages,
