@@ -73,14 +73,18 @@ def check_stored_types(file: GgufFile) -> None:
 
 
 def find_storage_problems(file: GgufFile) -> list[str]:
-    """Returns what is wrong with the table itself: double names, broken rows, bytes not there."""
+    """Returns what is wrong with the table itself: double names or places, bytes not there."""
     problems = [f"twice in the file: {', '.join(file.duplicates)}"] if file.duplicates else []
     cut = []
-    for entry in file.tensors.values():
+    before, end = "", 0
+    for entry in sorted(file.tensors.values(), key=lambda entry: entry.offset):
+        if entry.offset < end:
+            problems.append(f"{entry.name} overlaps {before}")
+        before, end = entry.name, entry.offset + num_stored_bytes(entry)
         _, block_size, _ = STORED_TYPES[entry.type_id]
         if entry.shape and entry.shape[-1] % block_size:
             problems.append(f"{entry.name} has rows of {entry.shape[-1]}, not whole blocks")
-        if entry.offset + num_stored_bytes(entry) > len(file.buffer):
+        if end > len(file.buffer):
             cut.append(entry.name)
     if cut:
         problems.append(f"cut off, the file has only {len(file.buffer)} bytes: {', '.join(cut)}")

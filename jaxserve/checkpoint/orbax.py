@@ -202,8 +202,17 @@ def check_parts(folder: Path, manifest: Manifest, parts: Collection[str]) -> Non
     Raises:
       CheckpointError: names every tensor at fault.
     """
-    found = {path: entry for part in parts for path, entry in describe_part(folder / part).items()}
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
     wanted = {path: t for path, t in manifest.tensors.items() if t.part in parts}
+    misplaced: list[str] = []
+    for part in parts:
+        held = describe_part(folder / part)
+        found |= held
+        misplaced += [
+            f"{path} is in {part} instead of {wanted[path].part}"
+            for path in held
+            if path in wanted and wanted[path].part != part
+        ]
     dtypes = [
         f"{path} is {found[path][1]} instead of {tensor.dtype}"
         for path, tensor in wanted.items()
@@ -213,7 +222,7 @@ def check_parts(folder: Path, manifest: Manifest, parts: Collection[str]) -> Non
         {path: shape for path, (shape, _) in found.items()},
         {path: tensor.shape for path, tensor in wanted.items()},
         where=str(folder),
-        other_problems=dtypes,
+        other_problems=dtypes + misplaced,
     )
 
 
