@@ -6,6 +6,8 @@ from pathlib import Path
 import flax.traverse_util
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
 
 from jaxserve.checkpoint.gguf import GgufSource
 from jaxserve.checkpoint.header import NumpyParams
@@ -77,6 +79,25 @@ def test_a_gguf_file_and_its_twin_are_the_same_model(tmp_path: Path, name: str) 
         np.testing.assert_allclose(turns[0], turns[1], rtol=5e-7)
         our_config = dataclasses.replace(our_config, layers=wanted_config.layers)
     assert our_config == wanted_config
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0])
+@pytest.mark.parametrize("name", ["llama 32/4", "mixtral", "qwen2", "phi3"])
+def test_quantized_rows_go_where_their_twins_go(tmp_path: Path, name: str, kind: Kind) -> None:
+    weights = make_twin_weights(TWINS[name])
+    # What is permuted, stacked or fused is whole rows, so that rounding may come first.
+    rounded = {
+        stored: dequantize(quantize(array, kind), kind)
+        if array.ndim == 2 and ".gate.weight" not in stored
+        else array
+        for stored, array in weights.items()
+    }
+    file = GgufSource(write_twin_gguf(tmp_path / "m.gguf", TWINS[name], weights, kind=kind))
+    folder = HfFolderSource(write_twin_hf(tmp_path / "m", TWINS[name], rounded))
+    assert file.load_header().quantization == kind.name
+    ours, wanted = flat(file.load_params(np.float32)), flat(folder.load_params(np.float32))
+    for path, array in wanted.items():
+        np.testing.assert_array_equal(ours[path], array, err_msg=path)
 
 
 @pytest.mark.parametrize(
