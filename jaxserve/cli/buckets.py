@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from jaxserve.cli import exit_codes
 from jaxserve.cli.options import add_model_options, read_config
-from jaxserve.cli.progress import StartProgress
+from jaxserve.cli.progress import START_TITLES, StartProgress
 from jaxserve.config import MIB
 from jaxserve.errors import NotServingError
 
@@ -83,7 +83,8 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         found = list_programs(options.model, config)
     else:
-        with StartProgress(is_quiet=options.quiet) as progress:
+        titles = {"compile": START_TITLES["compile"]}
+        with StartProgress(is_quiet=options.quiet, titles=titles) as progress:
             found = compile_programs(options.model, config, progress=progress)
     if options.json:
         print(json.dumps(as_json(found, uses), indent=2))

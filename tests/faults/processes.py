@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +37,8 @@ decode_seqs = [4]
 chunk_tokens = [16]
 chunk_decode_seqs = [4]
 """
+# Buffered as in a user's shell: a full disk may show only at the end.
+ENVIRONMENT: Final = {key: os.environ[key] for key in os.environ if key != "PYTHONUNBUFFERED"}
 EXIT_S: Final = 120.0  # a hang is a failure, not a matter of speed
 
 
@@ -88,13 +90,11 @@ class Done:
         return line
 
 
-def run_command(
-    *words: str, prefix: Sequence[str] = RUN, env: Mapping[str, str] | None = None, **how: object
-) -> Done:
+def run_command(*words: str, prefix: Sequence[str] = RUN, **how: object) -> Done:
     done = subprocess.run(
         [*prefix, *words],
         cwd=ROOT,
-        env=os.environ | dict(env or {}),
+        env=ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         check=False,
