@@ -151,7 +151,7 @@ def stored_shapes(sources: Sources, config: ModelConfig) -> dict[str, tuple[int,
         for part in parts:
             first, *rest = shape[1:] if len(parts) > 1 else shape
             if part.rows is not None:
-                first = max(part.rows[1], *shapes.get(part.name, (0,))[:1])
+                first = part.rows[1]  # parts come in order: the last one ends the tensor
             shapes[part.name] = (first, *rest)
     return shapes
 

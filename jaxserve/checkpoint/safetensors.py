@@ -159,7 +159,7 @@ class HfFolderSource:
         """
         head, embedding = self._tensors.get(HF_HEAD), self._tensors.get(HF_EMBEDDING)
         if head is None or embedding is None or not config.tied_head:
-            return config.tied_head and head is None
+            return config.tied_head
         same_form = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
         if same_form and _are_equal(head, embedding):
             return True
