@@ -13,6 +13,7 @@ HARMLESS: Final = frozenset(
         "metadata",
         "parallel_tool_calls",  # tools are refused, so there is nothing to be parallel
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
@@ -62,6 +63,7 @@ REFUSED_IN_CHAT: Final[Mapping[str, tuple[object, ...]]] = _REFUSED_ANYWHERE | {
     "include_reasoning": (),
     "logprobs": (False,),
     "modalities": (["text"],),
+    "moderation": (),
     "prediction": (),
     "reasoning_effort": (),
     "tool_choice": ("none", "auto"),
