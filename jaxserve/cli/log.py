@@ -40,11 +40,7 @@ def set_up_logging(level: str, log_format: Format) -> None:
 def build_formatter(log_format: Format) -> structlog.stdlib.ProcessorFormatter:
     """Returns the formatter of a handler."""
     return structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=[
-            _take_facts,
-            structlog.stdlib.ExtraAdder(),
-            structlog.contextvars.merge_contextvars,
-        ],
+        foreign_pre_chain=[_take_facts, structlog.contextvars.merge_contextvars],
         processors=[
             _add_origin,
             structlog.processors.format_exc_info,

@@ -212,7 +212,7 @@ class Engine:
         elif not plan.has_work and self._scheduler.has_unfinished:
             raise RuntimeError("the scheduler planned nothing while nothing was in flight")
         self._intake.tell_new(self._scheduler.update_gauges)
-        self._throughput.note_step(now_s)
+        self._throughput.note_step(self._clock())
 
     def _take_inbox(self) -> None:
         new, aborts = self._intake.take()

@@ -54,6 +54,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.ends: collections.Counter[str] = collections.Counter()
+        self.num_tokens = 0
         self.faults: list[str] = []
         self._lock = threading.Lock()
 
@@ -77,6 +78,8 @@ class Tally:
         assert isinstance(request.prompt, tuple)
         wanted = expected_output(request.prompt, GREEDY, len(token_ids))
         self._add(end or "nothing", "" if token_ids == wanted else f"{token_ids} for {wanted}")
+        with self._lock:
+            self.num_tokens += len(token_ids)
 
     def _add(self, end: str, fault: str) -> None:
         with self._lock:
@@ -158,6 +161,24 @@ def test_every_request_ends_once_whatever_its_callers_do(overlap: bool) -> None:
     assert engine.state is EngineState.STOPPED
     submitted = engine.metrics.value("requests_submitted_total")
     assert submitted == NUM_THREADS * NUM_REQUESTS + 1
+    check_metrics(engine, tally)
+
+
+def check_metrics(engine: Engine, tally: Tally) -> None:
+    """What was counted is what the readers saw, and one canary of eight tokens."""
+    value = engine.metrics.value
+    labels = {"DeadlineError": "error_deadline", "SlowReaderError": "error_slow_reader"}
+    ends = collections.Counter({labels.get(end, end): n for end, n in tally.ends.items()})
+    ends["max_tokens"] += 1
+    for end, count in ends.items():
+        assert value("requests_finished_total", reason=end) == count, end
+    assert value("requests_finished_total") == ends.total()
+    num_tokens = tally.num_tokens + 8
+    assert value("output_tokens_total") == num_tokens
+    assert value("delivery_seconds_count") == num_tokens
+    assert value("request_output_tokens_sum") == num_tokens
+    for level in ("requests_running", "requests_waiting", "waiting_tokens", "kv_usage_ratio"):
+        assert value(level) == 0, level
 
 
 @pytest.mark.asyncio
