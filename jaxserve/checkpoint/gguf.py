@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxserve.checkpoint.checks import check_tensors, check_vocab
 from jaxserve.checkpoint.gguf_config import read_model_config
 from jaxserve.checkpoint.gguf_file import GgufFile, open_gguf
 from jaxserve.checkpoint.gguf_rope import divisor_shapes
@@ -26,13 +27,7 @@ from jaxserve.checkpoint.header import (
     SamplingDefaults,
     WeightDtype,
 )
-from jaxserve.checkpoint.layout import (
-    StoredPart,
-    check_tensors,
-    check_vocab,
-    gguf_sources,
-    stored_shapes,
-)
+from jaxserve.checkpoint.layout import StoredPart, gguf_sources, stored_shapes
 from jaxserve.checkpoint.load import StoredFile, load_all
 from jaxserve.model.config import ModelConfig
 

@@ -3,11 +3,11 @@
 import math
 from typing import Literal
 
+from jaxserve.checkpoint.checks import check_config, check_num_layers
 from jaxserve.checkpoint.gguf_families import FAMILIES, GgufFamily
 from jaxserve.checkpoint.gguf_file import GgufFile
 from jaxserve.checkpoint.gguf_keys import GgufKeys
 from jaxserve.checkpoint.gguf_rope import read_rope
-from jaxserve.checkpoint.layout import check_config, check_num_layers
 from jaxserve.errors import CheckpointError
 from jaxserve.model.config import ExpertsConfig, LayerConfig, ModelConfig, RopeConfig
 
@@ -46,6 +46,12 @@ def read_model_config(file: GgufFile) -> ModelConfig:
         raise CheckpointError(
             f"{file.path} is of the architecture {architecture!r:.80}, which is not supported; "
             f"supported are {', '.join(FAMILIES)}"
+        )
+    num_parts = file.metadata.get("split.count", 1)
+    if num_parts not in (0, 1):
+        raise CheckpointError(
+            f"{file.path} is one of {num_parts!s:.80} parts, which is not supported; join them "
+            "with llama-gguf-split --merge"
         )
     family, keys = FAMILIES[architecture], GgufKeys(file, architecture)
     hidden_size, num_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Mapping
 
+from jaxserve.checkpoint.checks import check_config, check_num_layers
 from jaxserve.checkpoint.hf_families import COMMON_DEFAULTS, FAMILIES, HfFamily
 from jaxserve.checkpoint.hf_layers import read_layers
 from jaxserve.checkpoint.hf_settings import HfSettings
-from jaxserve.checkpoint.layout import check_config, check_num_layers
 from jaxserve.errors import CheckpointError
 from jaxserve.model.config import Activation, ExpertsConfig, ModelConfig
 

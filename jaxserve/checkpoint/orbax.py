@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import ml_dtypes  # noqa: F401  (numpy learns bfloat16 from it)
 import numpy as np
 
+from jaxserve.checkpoint.checks import check_config, check_tensors, check_vocab
 from jaxserve.checkpoint.header import ModelHeader, NumpyParams, Progress, WeightDtype
-from jaxserve.checkpoint.layout import check_config, check_tensors, check_vocab
 from jaxserve.checkpoint.load import empty_aligned, flatten, nest, num_threads
 from jaxserve.checkpoint.manifest import (
     MANIFEST_FILE,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxserve.checkpoint.checks import check_tensors, check_vocab
 from jaxserve.checkpoint.header import (
     ModelHeader,
     NumpyParams,
@@ -21,13 +22,7 @@ from jaxserve.checkpoint.header import (
     read_sampling_defaults,
 )
 from jaxserve.checkpoint.hf_config import read_model_config
-from jaxserve.checkpoint.layout import (
-    StoredPart,
-    check_tensors,
-    check_vocab,
-    hf_sources,
-    stored_shapes,
-)
+from jaxserve.checkpoint.layout import StoredPart, hf_sources, stored_shapes
 from jaxserve.checkpoint.load import StoredFile, load_all
 from jaxserve.checkpoint.names import HF_EMBEDDING, HF_HEAD
 from jaxserve.checkpoint.safetensors_file import (
