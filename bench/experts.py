@@ -92,13 +92,17 @@ def measure(params: Params, host: Params, y_TD: jax.Array) -> list[tuple[str, fl
     return [(name, ms, ms / medians["ours"]) for name, ms in medians.items()]
 
 
+def pick(params: Params, y_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return route(params, y_TD, jnp.ones(y_TD.shape[0], jnp.bool), experts=EXPERTS)
+
+
 def blocks(params: Params, y_TD: jax.Array) -> jax.Array:
     return experts_block(params, y_TD, jnp.ones(y_TD.shape[0], jnp.bool), config=CONFIG)
 
 
 def dense(params: Params, y_TD: jax.Array) -> jax.Array:
     """Every expert for every token; the shares of most are 0."""
-    share_TJ, expert_TJ = route(params, y_TD, experts=EXPERTS)
+    share_TJ, expert_TJ = pick(params, y_TD)
     gate_ETF = dot("TD,EDF->ETF", y_TD, params["gate_EDF"])
     hidden_ETF = jax.nn.silu(gate_ETF) * dot("TD,EDF->ETF", y_TD, params["up_EDF"])
     out_ETD = dot("ETF,EFD->ETD", hidden_ETF.astype(y_TD.dtype), params["down_EFD"])
@@ -109,7 +113,7 @@ def dense(params: Params, y_TD: jax.Array) -> jax.Array:
 
 def ragged(params: Params, y_TD: jax.Array) -> jax.Array:
     """Pairs sorted by expert, and XLA's own product of ragged groups."""
-    share_TJ, expert_TJ = route(params, y_TD, experts=EXPERTS)
+    share_TJ, expert_TJ = pick(params, y_TD)
     T, J = expert_TJ.shape
     order_I = jnp.argsort(expert_TJ.reshape(T * J))
     count_E = jnp.bincount(expert_TJ.reshape(T * J), length=EXPERTS.num_experts)
@@ -125,12 +129,12 @@ def ragged(params: Params, y_TD: jax.Array) -> jax.Array:
     return (out_TJD * share_TJ[:, :, None]).sum(axis=1)
 
 
-_route = jax.jit(route, static_argnames="experts")
+_pick = jax.jit(pick)
 
 
 def numpy_loop(params: Params, host: Params, y_TD: jax.Array) -> np.ndarray:
     """Float32 whatever the dtype: numpy has no bfloat16 products."""
-    share_TJ, expert_TJ = (np.asarray(x) for x in _route(params, y_TD, experts=EXPERTS))
+    share_TJ, expert_TJ = (np.asarray(x) for x in _pick(params, y_TD))
     rows_TD = np.asarray(y_TD, np.float32)
     out_TD = np.zeros(rows_TD.shape, np.float32)
     for expert in np.unique(expert_TJ):

@@ -45,18 +45,17 @@ def experts_block(
     )
     assert config.experts is not None, "a layer of experts needs config.experts"
     y_TD = y_TD.astype(params["gate_EDF"].dtype)
-    share_TJ, expert_TJ = route(params, y_TD, experts=config.experts)
-    # Sorted, padding comes last: its expert does not exist.
-    expert_TJ = jnp.where(is_real_T[:, None], expert_TJ, config.experts.num_experts)
+    share_TJ, expert_TJ = route(params, y_TD, is_real_T, experts=config.experts)
     out_TJD = run_pairs(params, y_TD, expert_TJ, config=config)
     out_TD = (out_TJD * share_TJ[:, :, None]).sum(axis=1)
     return jnp.where(is_real_T[:, None], out_TD, 0.0)
 
 
 def route(
-    params: Params, y_TD: jax.Array, *, experts: ExpertsConfig
+    params: Params, y_TD: jax.Array, is_real_T: jax.Array, *, experts: ExpertsConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the weight and the number of each of a token's experts, the likeliest first.
+    """Returns the weight and the number of each of a token's experts, the likeliest first; the
+    number is E, which no expert has, in padding tokens.
 
     The softmax is over all experts (Shazeer et al. 2017, §2.1, has it over those kept: that is
     `normalize`).
@@ -65,7 +64,7 @@ def route(
     share_TJ, expert_TJ = lax.top_k(share_TE, experts.num_active)
     if experts.normalize:
         share_TJ = share_TJ / share_TJ.sum(axis=-1, keepdims=True)
-    return share_TJ, expert_TJ
+    return share_TJ, jnp.where(is_real_T[:, None], expert_TJ, experts.num_experts)
 
 
 def run_pairs(

@@ -116,6 +116,10 @@ def test_pairs_are_cut_into_blocks_as_drawn() -> None:
 
 
 def test_padding_is_in_no_block_and_costs_none() -> None:
+    is_real_T = jnp.arange(20) % 3 == 0
+    _, routed_TJ = route(layer_params(), jnp.asarray(make_inputs(20)), is_real_T, experts=EXPERTS)
+    np.testing.assert_array_equal((routed_TJ == E).all(axis=1), ~is_real_T)
+    assert ((routed_TJ >= 0) & (routed_TJ < E))[is_real_T].all()
     expert_TJ = DRAWN_TJ.copy()
     expert_TJ[1:] = 3  # no such expert
     assert blocks_of(expert_TJ, 2) == [(0, [0]), (1, [0])]
@@ -153,7 +157,7 @@ def test_shares_sum_to_one_only_where_they_are_normalized() -> None:
     y_TD = jnp.asarray(make_inputs(20))
     for normalize in (True, False):
         experts = dataclasses.replace(EXPERTS, normalize=normalize)
-        share_TJ, expert_TJ = route(layer_params(), y_TD, experts=experts)
+        share_TJ, expert_TJ = route(layer_params(), y_TD, jnp.ones(20, jnp.bool), experts=experts)
         assert share_TJ.dtype == jnp.float32
         assert (np.diff(share_TJ, axis=1) <= 0).all()
         assert all(len(set(row)) == J for row in np.asarray(expert_TJ).tolist())
@@ -164,5 +168,6 @@ def test_shares_sum_to_one_only_where_they_are_normalized() -> None:
 
 def test_a_very_sure_router_gives_no_nan() -> None:
     y_TD = 1e4 * make_inputs(20)  # all other probabilities are 0
-    share_TJ, _ = route(layer_params(), jnp.asarray(y_TD), experts=EXPERTS)
+    is_real_T = jnp.ones(20, jnp.bool)
+    share_TJ, _ = route(layer_params(), jnp.asarray(y_TD), is_real_T, experts=EXPERTS)
     np.testing.assert_array_equal(share_TJ, [[1.0, 0.0]] * 20)
