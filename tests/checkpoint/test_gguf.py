@@ -165,6 +165,10 @@ REFUSED: dict[str, tuple[GgufRecipe, str]] = {
         GgufRecipe(architecture="mamba"),
         "architecture 'mamba'.*supported are llama, qwen2, qwen3, qwen3moe, gemma2, gemma3, phi3",
     ),
+    "one of several parts": (
+        GgufRecipe(other_keys={"split.count": 3}),
+        "is one of 3 parts.*llama-gguf-split --merge",
+    ),
     "rope kind": (GgufRecipe(keys={"rope.scaling.type": "ntk"}), "type is ntk.*linear, yarn, long"),
     "rope factor": (GgufRecipe(keys={"rope.scaling.factor": -2.0}), "factor is -2.0.*positive"),
     "rope factor on cos": (GgufRecipe(keys={"rope.scaling.attn_factor": 2.0}), "attn_factor is 2"),

@@ -126,6 +126,7 @@ class GgufRecipe:
     extra: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     alignment: int | None = None
     tokenizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    other_keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def write_gguf(
@@ -136,6 +137,8 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, recipe.architecture)
     if recipe.alignment is not None:
         writer.add_custom_alignment(recipe.alignment)
+    for name, value in recipe.other_keys.items():
+        add_value(writer, name, value)
     _add_keys(writer, config, recipe)
     add_tokenizer(writer, recipe)
     hf = hf_sources(config)
