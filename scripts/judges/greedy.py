@@ -8,6 +8,7 @@ arithmetic are all theirs.
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 NUM_TOKENS = 48
@@ -94,7 +95,9 @@ def run_transformers(gguf_path: Path) -> list[dict[str, list[float] | list[int]]
     return runs
 
 
-def run_llamacpp(gguf_path: Path) -> list[dict[str, list[float] | list[int]]]:
+def run_llamacpp(
+    gguf_path: Path, prompts: Sequence[str] = PROMPTS, *, add_bos: bool = False
+) -> list[dict[str, list[float] | list[int]]]:
     """Returns ids and top-2 gaps of llama.cpp, F32 weights and F32 KV."""
     import llama_cpp
     import numpy as np
@@ -109,8 +112,8 @@ def run_llamacpp(gguf_path: Path) -> list[dict[str, list[float] | list[int]]]:
         verbose=False,
     )
     runs = []
-    for prompt in PROMPTS:
-        ids = llama.tokenize(prompt.encode(), add_bos=False, special=True)
+    for prompt in prompts:
+        ids = llama.tokenize(prompt.encode(), add_bos=add_bos, special=True)
         llama.reset()
         llama.eval(ids)
         output_ids: list[int] = []
@@ -127,7 +130,9 @@ def run_llamacpp(gguf_path: Path) -> list[dict[str, list[float] | list[int]]]:
     return runs
 
 
-def run_jaxserve(_: Path) -> list[dict[str, list[float] | list[int]]]:
+def run_jaxserve(
+    gguf_path: Path, prompts: Sequence[str] = PROMPTS
+) -> list[dict[str, list[float] | list[int]]]:
     """Returns ids of this engine, float32, all prompts in one continuous batch."""
     from jaxserve import LLM
     from jaxserve.config import load_config
@@ -135,12 +140,12 @@ def run_jaxserve(_: Path) -> list[dict[str, list[float] | list[int]]]:
 
     config = load_config(flags={"model.dtype": "float32", "model.max_model_tokens": 1024})
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM(config=config) as llm:
-        completions = llm.generate(list(PROMPTS), params)
+    with LLM(str(gguf_path), config) as llm:
+        completions = llm.generate(list(prompts), params)
         encode = llm.tokenizer.encode
         return [
             {"prompt_ids": encode(prompt), "output_ids": list(done.token_ids), "gaps": []}
-            for prompt, done in zip(PROMPTS, completions, strict=True)
+            for prompt, done in zip(prompts, completions, strict=True)
         ]
 
 
