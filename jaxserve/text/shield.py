@@ -27,13 +27,14 @@ class Shield:
         normalize: what the tokenizer does to a text before it looks for special strings; a text
           in which that makes new ones is marked whole.
         """
-        strings = sorted(set(special_strings), key=lambda text: (-len(text), text))
-        heads = {text[:n] for text in strings for n in range(2, len(text))}
-        tails = {text[-n:] for text in strings for n in range(2, len(text))}
-        parts = [_alternation(strings)] if strings else []
-        parts += [f"\\A(?:{_alternation(tails)})", f"(?:{_alternation(heads)})\\Z"] if heads else []
-        self._pattern = re.compile("|".join(parts) or r"(?!)")
+        self._strings = frozenset(special_strings)
+        self._heads = frozenset(t[:n] for t in self._strings for n in range(2, len(t)))
+        self._tails = frozenset(t[-n:] for t in self._strings for n in range(2, len(t)))
         self._normalize = normalize
+        # A vocabulary may have thousands of special tokens, so nothing tries them one by one.
+        self._starts = _starts_pattern(self._strings)
+        self._lengths = _lengths(self._strings)
+        self._part_lengths = _lengths(self._heads)
 
     def pick_mark(self, texts: Iterable[str]) -> str:
         """Returns a private-use character that occurs in none of the texts."""
@@ -44,9 +45,7 @@ class Shield:
         """Returns the JSON value with every string in it marked, keys too."""
         match value:
             case str():
-                if self._normalize and self._count(self._normalize(value)) > self._count(value):
-                    return _mark_all(value, mark)
-                return self._pattern.sub(lambda found: _mark_all(found[0], mark), value)
+                return self._mark(value, mark)
             case Mapping():
                 return {
                     self.apply(key, mark): self.apply(item, mark) for key, item in value.items()
@@ -55,8 +54,34 @@ class Shield:
                 return [self.apply(item, mark) for item in value]
         return value
 
-    def _count(self, text: str) -> int:
-        return sum(1 for _ in self._pattern.finditer(text))
+    def _mark(self, text: str, mark: str) -> str:
+        spans = self._find(text)
+        if self._normalize and len(self._find(self._normalize(text))) > len(spans):
+            return _mark_all(text, mark)
+        pieces, end = [], 0
+        for start, stop in spans:
+            pieces += [text[end:start], _mark_all(text[max(start, end) : stop], mark)]
+            end = max(end, stop)
+        return "".join([*pieces, text[end:]])
+
+    def _find(self, text: str) -> list[tuple[int, int]]:
+        """Returns the spans to mark, in order; parts at the ends may overlap their neighbours."""
+        spans = []
+        cuts = (text[:size] for size in self._part_lengths)
+        if tail := next((cut for cut in cuts if cut in self._tails), ""):
+            spans.append((0, len(tail)))
+        end = 0
+        for found in self._starts.finditer(text):
+            start = found.start()
+            if start >= end:
+                cuts = (text[start : start + size] for size in self._lengths)
+                end = start + len(next((cut for cut in cuts if cut in self._strings), ""))
+                if end > start:
+                    spans.append((start, end))
+        cuts = (text[-size:] for size in self._part_lengths)
+        if head := next((cut for cut in cuts if cut in self._heads), ""):
+            spans.append((len(text) - len(head), len(text)))
+        return spans
 
 
 def split_marked(text: str, mark: str) -> Iterator[tuple[str, bool]]:
@@ -90,6 +115,22 @@ def _mark_all(text: str, mark: str) -> str:
     return "".join(char + mark for char in text)
 
 
-def _alternation(strings: Iterable[str]) -> str:
-    longest_first = sorted(strings, key=lambda text: (-len(text), text))
-    return "|".join(re.escape(text) for text in longest_first)
+def _lengths(strings: Iterable[str]) -> list[int]:
+    return sorted({len(text) for text in strings}, reverse=True)
+
+
+def _starts_pattern(strings: Iterable[str]) -> re.Pattern[str]:
+    """Returns a pattern that matches, and takes none, where the first two characters of one are.
+
+    For "<s>", "<|x|>" and "]": (?=<[s|]|\\]).
+    """
+    seconds: dict[str, set[str]] = {}
+    for text in strings:
+        seconds.setdefault(text[0], set()).add(text[1:2])
+    parts = [
+        re.escape(first)
+        if "" in after
+        else f"{re.escape(first)}[{re.escape(''.join(sorted(after)))}]"
+        for first, after in sorted(seconds.items())
+    ]
+    return re.compile(f"(?={'|'.join(parts)})" if parts else r"(?!)", re.DOTALL)

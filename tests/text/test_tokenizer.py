@@ -1,5 +1,7 @@
 """Ids of texts and chats: BOS, special tokens, and text that looks like them (CASES C58)."""
 
+import random
+
 import pytest
 
 from jaxserve.checkpoint.registry import find_model
@@ -7,6 +9,7 @@ from jaxserve.errors import CheckpointError, InvalidRequestError, NoChatTemplate
 from jaxserve.request import ChatMessage, ChatPrompt
 from jaxserve.text.byte_bpe import build_byte_bpe
 from jaxserve.text.pre_kinds import PRE_KINDS, find_pre_kind
+from jaxserve.text.shield import Shield, split_marked
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.vocabulary import build_vocabulary
 from tests.text.vocabularies import (
@@ -151,6 +154,24 @@ def test_special_tokens_do_not_grow_together_from_parts() -> None:
         ids = tokenizer.encode_chat(chat(*parts))
         assert tokenizer.special_ids.isdisjoint(ids)
         assert tokenizer.decode(ids) == f"{parts[0]}{parts[1]}|{parts[2]}"
+
+
+def test_no_special_string_is_left_whole_and_none_can_grow_at_an_end() -> None:
+    strings = ["<s>", "</s>", "<|a|>", "<|a|><s>", "s>s", "]", "[b"]
+    shield = Shield(strings)
+    rng = random.Random(58)
+    for _ in range(5000):
+        text = "".join(rng.choices(["<", "s", ">", "/", "|", "a", "<s>", "]", "[", "b"], k=7))
+        marked = shield.apply(text, "#")
+        assert isinstance(marked, str)
+        pieces = list(split_marked(marked, "#"))
+        assert "".join(piece for piece, _ in pieces) == text
+        free = "#".join(piece if not is_marked else "#" for piece, is_marked in pieces)
+        assert not any(special in free for special in strings)
+        for special in strings:
+            for size in range(2, len(special)):
+                assert not free.startswith(special[-size:])
+                assert not free.endswith(special[:size])
 
 
 @pytest.mark.parametrize(
