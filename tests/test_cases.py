@@ -6,7 +6,35 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 TABLE = (TESTS.parent / "docs" / "cases.md").read_text()
-CASES = (7, 8, 11, 12, 13, 14, 22, 24, 25, 26, 28, 29, 30, 32, 34, 35, 53, 54, 56, 57, 58, 63, 65)
+CASES = (
+    7,
+    8,
+    11,
+    12,
+    13,
+    14,
+    22,
+    24,
+    25,
+    26,
+    28,
+    29,
+    30,
+    32,
+    34,
+    35,
+    48,
+    50,
+    51,
+    53,
+    54,
+    55,
+    56,
+    57,
+    58,
+    63,
+    65,
+)
 
 
 def test_every_case_has_a_row_and_every_named_test_exists() -> None:

@@ -14,7 +14,7 @@ from jaxserve.model.config import ModelConfig
 from jaxserve.model.params import Params
 from jaxserve.model.transformer import TokenBatch, forward, logits
 from tests.checkpoint.hf_folders import case_tensors, golden_logits, write_folder
-from tests.checkpoint.mutations import MUTATIONS
+from tests.checkpoint.hf_mutations import MUTATIONS
 from tests.model.golden.hf_families import CASES, NUM_TOKENS, TOKEN_IDS
 from tests.oracle import oracle_logits
 
