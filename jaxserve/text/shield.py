@@ -65,19 +65,16 @@ class Shield:
         return "".join([*pieces, text[end:]])
 
     def _find(self, text: str) -> list[tuple[int, int]]:
-        """Returns the spans to mark, in order; parts at the ends may overlap their neighbours."""
+        """Returns the spans to mark, by where they begin but for the last; they may overlap."""
         spans = []
         cuts = (text[:size] for size in self._part_lengths)
         if tail := next((cut for cut in cuts if cut in self._tails), ""):
             spans.append((0, len(tail)))
-        end = 0
         for found in self._starts.finditer(text):
             start = found.start()
-            if start >= end:
-                cuts = (text[start : start + size] for size in self._lengths)
-                end = start + len(next((cut for cut in cuts if cut in self._strings), ""))
-                if end > start:
-                    spans.append((start, end))
+            cuts = (text[start : start + size] for size in self._lengths)
+            if special := next((cut for cut in cuts if cut in self._strings), ""):
+                spans.append((start, start + len(special)))
         cuts = (text[-size:] for size in self._part_lengths)
         if head := next((cut for cut in cuts if cut in self._heads), ""):
             spans.append((len(text) - len(head), len(text)))
