@@ -38,7 +38,10 @@ chunk_tokens = [16]
 chunk_decode_seqs = [4]
 """
 # Buffered as in a user's shell: a full disk may show only at the end.
-ENVIRONMENT: Final = {key: os.environ[key] for key in os.environ if key != "PYTHONUNBUFFERED"}
+ENVIRONMENT: Final = {
+    **{key: os.environ[key] for key in os.environ if key != "PYTHONUNBUFFERED"},
+    "PYTHONPATH": str(ROOT),
+}
 EXIT_S: Final = 120.0  # a hang is a failure, not a matter of speed
 
 
@@ -123,6 +126,7 @@ class ServerProcess:
         self._process = subprocess.Popen(
             [*prefix, "serve", *words, "--port", "0"],
             cwd=ROOT,
+            env=ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
