@@ -301,6 +301,22 @@ def test_phi_3_turns_a_part_of_a_head_and_calls_longrope_by_old_names() -> None:
         assert old == rope(rope_scaling=LONG)
 
 
+def test_settings_that_compute_nothing_are_let_through() -> None:
+    idle = {
+        "pretraining_tp": 2,  # how a product was cut while training
+        "attention_dropout": 0.1,
+        "initializer_range": 0.02,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.57.0",
+        "use_cache": False,
+        "rope_interleaved": False,
+        "auto_map": {"AutoConfig": "x.Y"},
+        "max_window_layers": 28,
+        "rope_scaling": None,
+    }
+    assert read(**idle) == read()
+
+
 TEXT_CONFIG: dict[str, Any] = {"text_config": {}, "model_type": "gemma3"}
 
 
