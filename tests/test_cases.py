@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from jaxserve.cli import exit_codes
+
 TESTS = Path(__file__).parent
 TABLE = (TESTS.parent / "docs" / "cases.md").read_text()
 CASES = (
@@ -37,6 +39,37 @@ CASES = (
     65,
 )
 
+FAULTS = (TESTS.parent / "docs" / "faults.md").read_text()
+
+
+def functions_of(path: Path) -> set[str]:
+    nodes = ast.parse(path.read_text()).body
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return {node.name for node in nodes if isinstance(node, kinds)}
+
+
+def test_the_table_of_faults_names_tests_that_exist_and_all_of_them() -> None:
+    named = set(re.findall(r"`(test_\w+\.py)::(\w+)`", FAULTS))
+    there = {
+        (path.name, name)
+        for path in (TESTS / "faults").glob("test_*.py")
+        for name in functions_of(path)
+        if name.startswith("test_")
+    }
+    assert named == there
+    for path in re.findall(r"`(tests/[\w/]+(?:\.py)?)`", FAULTS):
+        assert (TESTS.parent / path).exists(), path
+
+
+def test_every_exit_code_is_in_the_table_of_faults() -> None:
+    codes = {value for name, value in vars(exit_codes).items() if name.isupper()}
+    rows = {
+        int(code)
+        for row in re.findall(r"^\| ([\d, ]+) \|", FAULTS, re.M)
+        for code in row.split(",")
+    }
+    assert codes == rows - {137, 143}
+
 
 def test_every_case_has_a_row_and_every_named_test_exists() -> None:
     rows = re.findall(r"^\| C(\d\d) \|.*\|(.*)\|$", TABLE, flags=re.MULTILINE)
@@ -45,10 +78,5 @@ def test_every_case_has_a_row_and_every_named_test_exists() -> None:
         named = re.findall(r"`([\w/]+\.py)::(\w+)`", cell)
         assert named, f"C{case} has no test"
         for path, name in named:
-            tree = ast.parse((TESTS / path).read_text())
-            functions = {
-                node.name
-                for node in tree.body
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            }
+            functions = functions_of(TESTS / path)
             assert name in functions, f"C{case}: {path} has no {name}"
