@@ -132,7 +132,11 @@ def find_block(pairs: SortedPairs, block: jax.Array, *, size: int) -> tuple[jax.
 def run_expert(
     params: Params, y_MD: jax.Array, expert: jax.Array, *, config: ModelConfig
 ) -> jax.Array:
-    """Returns one expert's MLP of some rows, float32."""
+    """Returns one expert's MLP of some rows, float32.
+
+    XLA:CPU copies the expert's weights out of the stack, once a block; that is part of what
+    bench/experts.py measures.
+    """
     take = functools.partial(lax.dynamic_index_in_dim, index=expert, axis=0, keepdims=False)
     gate_MF = dot("MD,DF->MF", y_MD, take(params["gate_EDF"]))
     up_MF = dot("MD,DF->MF", y_MD, take(params["up_EDF"]))
