@@ -75,9 +75,19 @@ def test_every_exit_code_is_in_the_table_of_faults() -> None:
 def test_every_case_has_a_row_and_every_named_test_exists() -> None:
     rows = re.findall(r"^\| C(\d\d) \|.*\|(.*)\|$", TABLE, flags=re.MULTILINE)
     assert tuple(int(case) for case, _ in rows) == CASES
+    check_named(rows)
+
+
+def test_every_case_of_our_own_about_metrics_has_a_row_and_tests() -> None:
+    rows = re.findall(r"^\| K(\d+) \|.*\|(.*)\|$", TABLE, flags=re.MULTILINE)
+    assert [int(case) for case, _ in rows] == list(range(1, 12))
+    check_named(rows)
+
+
+def check_named(rows: list[tuple[str, str]]) -> None:
     for case, cell in rows:
         named = re.findall(r"`([\w/]+\.py)::(\w+)`", cell)
-        assert named, f"C{case} has no test"
+        assert named, f"{case} has no test"
         for path, name in named:
             functions = functions_of(TESTS / path)
-            assert name in functions, f"C{case}: {path} has no {name}"
+            assert name in functions, f"{case}: {path} has no {name}"

@@ -9,7 +9,7 @@ from jaxserve.config import LogSection
 from jaxserve.engine.accounts import ThroughputLog
 from jaxserve.metrics import Metrics
 from tests.engines import Clock, ask, build_engine, gather, serve
-from tests.metrics.script import BAD, GONE, LATE, LONG, SHORT, run_script
+from tests.metrics.script import BAD, GONE, LATE, LONG, SHORT, Stage, run_script
 
 
 def lines(caplog: pytest.LogCaptureFixture, first_word: str) -> list[dict[str, str]]:
@@ -136,3 +136,46 @@ def test_an_engine_without_work_logs_nothing(info: pytest.LogCaptureFixture) -> 
         gather(engine.submit(ask("b", ignore_eos=True)))
         clock.now_s += 100
     assert lines(info, "throughput") == []
+
+
+def test_who_comes_during_a_step_is_waiting_at_once_and_who_leaves_before_one_no_more() -> None:
+    stage = Stage()
+    value = stage.engine.metrics.value
+    stream = stage.engine.submit(ask(LONG, max_tokens=7))
+    assert (value("requests_waiting"), value("waiting_tokens")) == (1, 9)
+    stream.cancel()
+    stage.step()
+    assert (value("requests_waiting"), value("waiting_tokens")) == (0, 0)
+    assert value("requests_finished_total", reason="cancelled") == 1
+    assert value("step_tokens_count") == value("queue_seconds_count") == 0
+    stage.close()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_a_preemption_counts_no_phase_of_a_request_twice(num_steps: int) -> None:
+    """It comes before, with and after the first token."""
+    stage = Stage()
+    value = stage.engine.metrics.value
+    stream = stage.engine.submit(ask(LONG, max_tokens=7))
+    for _ in range(num_steps):
+        stage.step()
+    (live,) = stage.engine._intake.live()
+    stage.engine._scheduler.preempt(live.request)
+    while stage.has_work:
+        stage.step()
+    output = gather(stream)
+    assert len(output.token_ids) == 4
+    for name in ("queue_seconds", "prefill_seconds", "time_to_first_token_seconds"):
+        assert value(f"{name}_count") == 1, name
+    assert (value("preemptions_total"), value("prompt_tokens_total")) == (1, len(LONG))
+    assert value("recomputed_tokens_total") == {1: 6, 2: 9, 3: 10}[num_steps]
+    assert value("inter_token_seconds_count") == 3
+    stage.close()
+
+
+def test_two_engines_in_a_process_count_apart() -> None:
+    first, second = (build_engine() for _ in range(2))
+    with serve(*first) as engine, serve(*second) as other:
+        gather(engine.submit(ask("a", ignore_eos=True)))
+        assert engine.metrics.value("output_tokens_total") == 8
+        assert other.metrics.value("output_tokens_total") == 0

@@ -96,7 +96,7 @@ class Stage:
 
     @property
     def has_work(self) -> bool:
-        return not self.engine._intake.is_empty
+        return bool(self.engine._in_flight) or not self.engine._intake.is_empty
 
     def step(self) -> None:
         self.num_steps += 1
