@@ -302,7 +302,7 @@ def test_phi_3_turns_a_part_of_a_head_and_calls_longrope_by_old_names() -> None:
 
 
 def test_settings_that_compute_nothing_are_let_through() -> None:
-    idle = {
+    idle: dict[str, Any] = {
         "pretraining_tp": 2,  # how a product was cut while training
         "attention_dropout": 0.1,
         "initializer_range": 0.02,
