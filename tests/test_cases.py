@@ -84,6 +84,12 @@ def test_every_case_of_our_own_about_metrics_has_a_row_and_tests() -> None:
     check_named(rows)
 
 
+def test_every_case_of_our_own_about_offline_batches_has_a_row_and_tests() -> None:
+    rows = re.findall(r"^\| Q(\d+) \|.*\|(.*)\|$", TABLE, flags=re.MULTILINE)
+    assert [int(case) for case, _ in rows] == list(range(1, 17))
+    check_named(rows)
+
+
 def check_named(rows: list[tuple[str, str]]) -> None:
     for case, cell in rows:
         named = re.findall(r"`([\w/]+\.py)::(\w+)`", cell)
