@@ -58,6 +58,15 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(num_tokens: int) -> Non
     np.testing.assert_allclose(run(y_TD), right, atol=TOLERANCE * np.abs(right).max())
 
 
+def test_bfloat16_weights_give_the_same_but_for_rounding() -> None:
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), layer_params())
+    y_TD = jnp.asarray(make_inputs(20), jnp.bfloat16)
+    out_TD = _experts_block(params, y_TD, jnp.ones(20, jnp.bool), config=CONFIG)
+    right = oracle._experts(params, np.asarray(y_TD, np.float64), CONFIG)
+    assert out_TD.dtype == jnp.float32
+    assert np.abs(out_TD - right).max() < 1e-2 * np.abs(right).max()
+
+
 def test_all_experts_of_a_token_may_be_active() -> None:
     experts = dataclasses.replace(EXPERTS, num_active=E, normalize=False)
     config = dataclasses.replace(CONFIG, experts=experts)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
@@ -68,6 +69,20 @@ def test_chunks_and_decode_give_the_oracles_logits(name: str) -> None:
     check_chunks(
         FAMILIES[name], (12, 12, 12, 4, *DECODE), (5, 3, 9, 1, 1, 2, 12, 7, 3, 12, 5), (1,) * 60
     )
+
+
+def test_bfloat16_stays_near_the_oracle() -> None:
+    """As near as a plain model's does: see TOLERANCE in test_transformer.py."""
+    config = FAMILIES["gemma3"]
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jnp.asarray(leaf, "float32" if "_norm_" in path[-1].key else "bfloat16"),
+        params_of(config),
+    )
+    got = run_in_chunks(
+        PagedModel(params, config), TOKEN_IDS, chunks=(12, 12, 1, 12, 12, 11), pages=PAGES
+    )
+    wanted = oracle_logits(params, TOKEN_IDS, config)
+    assert np.sqrt(np.square(got - wanted).mean() / np.square(wanted).mean()) < 4e-2
 
 
 @pytest.mark.parametrize(

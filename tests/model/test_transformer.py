@@ -26,14 +26,7 @@ from tests.oracle import oracle_logits
 TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-2}
 
 BIASED = dataclasses.replace(T1, tied_head=True, qkv_bias=True, o_bias=True, mlp_bias=True)
-CAPPED = dataclasses.replace(
-    T1,
-    layers=(LayerConfig(rope=RopeConfig(), window=7),) * 3,
-    attention_scale=24**-0.5,
-    attention_soft_cap=2.0,
-    final_soft_cap=3.0,
-)
-CONFIGS = {"T1": T1, "tied and biased": BIASED, "window, scale and caps": CAPPED}
+CONFIGS = {"T1": T1, "tied and biased": BIASED}
 PAGES = (31, 5, 17, 2, 9, 30, 12, 7, 3, 22)  # the last page of the pool first
 
 
@@ -59,26 +52,6 @@ def test_chunks_and_decode_give_the_oracles_logits(config: ModelConfig) -> None:
         got = run_in_chunks(model, token_ids, chunks=chunks, pages=PAGES)
         assert relative_error(got, wanted) < TOLERANCE["float32"]
         assert np.abs(got - wanted).max() < 1e-4
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"layers": (LayerConfig(rope=RopeConfig(), window=8),) * 3},
-        {"layers": (LayerConfig(rope=RopeConfig(), window=6),) * 3},
-        {"attention_scale": None},
-        {"attention_soft_cap": None},
-        {"final_soft_cap": None},
-        {"layers": (LayerConfig(rope=RopeConfig(theta=9000.0), window=7),) * 3},
-        {"norm_eps": 1e-3},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_the_oracle_sees_each_detail_that_is_wrong(change: dict[str, object]) -> None:
-    params, token_ids = make_params(CAPPED), make_ids(20)
-    right = oracle_logits(params, token_ids, CAPPED)
-    wrong = oracle_logits(params, token_ids, dataclasses.replace(CAPPED, **change))  # type: ignore[arg-type]  # the test's own table
-    assert relative_error(wrong, right) > 10 * TOLERANCE["float32"]
 
 
 @pytest.mark.parametrize("name", weights.MODELS)
