@@ -1,7 +1,9 @@
 """Each family and kind of RoPE gives transformers' logits, from its folder (CASES C48, C51)."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,6 +17,14 @@ from tests.checkpoint.hf_folders import (
     write_folder,
 )
 from tests.model.golden.hf_families import CASES, FAMILIES
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast_compiles() -> Iterator[None]:
+    """Each program here runs once; tests/model runs optimized ones against the oracle."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.parametrize("name", CASES)

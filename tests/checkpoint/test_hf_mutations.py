@@ -2,6 +2,7 @@
 
 import functools
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -20,6 +21,14 @@ from tests.oracle import oracle_logits
 
 # What is right is within 1e-4. Nearest to it are GELU's two forms; any other detail gives 0.4.
 WRONG = 1e-3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast_compiles() -> Iterator[None]:
+    """Each program here runs once; tests/model runs optimized ones against the oracle."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
