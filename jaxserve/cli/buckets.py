@@ -17,8 +17,7 @@ from jaxserve.config import MIB
 from jaxserve.errors import NotServingError
 
 if TYPE_CHECKING:
-    from jaxserve.engine.program_list import ProgramList
-    from jaxserve.runner.survey import Program
+    from jaxserve.engine.program_list import Program, ProgramList
 
 EPILOG: Final = """\
 examples:

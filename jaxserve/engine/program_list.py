@@ -9,7 +9,8 @@ from jaxserve.engine.start import Progress
 from jaxserve.mechanisms import check_mechanisms
 
 if TYPE_CHECKING:
-    from jaxserve.runner.survey import Program, Survey
+    from jaxserve.runner.survey import Program as Program
+    from jaxserve.runner.survey import Survey
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
