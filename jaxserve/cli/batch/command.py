@@ -266,12 +266,12 @@ def _say(options: argparse.Namespace, batch: _Batch, how: str) -> None:
     what = f"{counts.num_lines}{of_all} lines{failed}"
     if how in ("stopped", "failed"):
         if batch.output is None or batch.job is None:
-            where = "a stream cannot be resumed"
+            where = "what comes from or goes to a stream cannot be resumed"
         elif not counts.num_lines:
-            where = "nothing to go on from"
+            where = "there is nothing to go on from"
         else:
-            where = f"kept in {batch.output.partial}, the same command goes on from there"
-        print(f"{how} after {what}: {where}", file=sys.stderr)
+            where = f"run it again to go on from {batch.output.partial}"
+        print(f"{how} after {what}; {where}", file=sys.stderr)
         return
     speed = f" · {counts.num_tokens} tokens in {format_time(batch.elapsed_s)}"
     if counts.num_tokens and batch.elapsed_s:

@@ -446,7 +446,7 @@ def test_a_full_disk_keeps_what_is_done(
         patched.setattr("jaxserve.cli.batch.output.os.write", fill)
         assert main(["batch", "-i", str(batches.source), "-o", str(batches.out)]) == 1
     last, error = capsys.readouterr().err.strip().splitlines()[-2:]
-    assert last.startswith("failed after 5 of 9 lines: kept in ")
+    assert last.startswith("failed after 5 of 9 lines; run it again to go on from ")
     assert error.endswith("out.jsonl.partial: No space left on device")
     assert len(read(batches.partial)) == 5, "the torn line is cut off"
     assert batches.run() == 0
@@ -527,8 +527,8 @@ def test_the_last_word_says_what_came_of_it_and_how_to_go_on(
     stop_after(2)
     assert main(words) == 130
     assert error_of(capsys) == (
-        f"stopped after 2 of 3 lines, 1 of them failed: kept in {batches.partial}, the same "
-        "command goes on from there"
+        "stopped after 2 of 3 lines, 1 of them failed; "
+        f"run it again to go on from {batches.partial}"
     )
     assert main(words) == 3
     assert error_of(capsys).startswith("done: 3 of 3 lines, 1 of them failed · 4 tokens in 0:0")

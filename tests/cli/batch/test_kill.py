@@ -52,7 +52,7 @@ def test_a_file_that_may_not_grow_keeps_what_is_done(tmp_path: Path) -> None:
     last, error = said.splitlines()[-2:]
     assert error == f"jaxserve: error: cannot write {partial}: File too large"
     num_done = len(read(partial))
-    assert last.startswith(f"failed after {num_done} of 200 lines: kept in ")
+    assert last.startswith(f"failed after {num_done} of 200 lines; run it again")
     assert 0 < num_done < 200
     resumed = start(source, out)
     _, said = resumed.communicate()
