@@ -1,0 +1,1 @@
+"""Measuring: workloads, their replay, where time went, and what counts as goodput."""
