@@ -5,6 +5,7 @@ import logging
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Final, Self
@@ -21,10 +22,16 @@ logger = logging.getLogger(__name__)
 PATHS: Final = frozenset({"/", "/metrics"})
 MAX_SCRAPES: Final = 16  # at once; more wait their turn
 SILENCE_S: Final = 10.0  # a client that says nothing is given up
+MAX_SHARE: Final = 0.05  # of one processor, for making answers
+MAX_REST_S: Final = 0.5
+ANSWER_DEPENDS_ON: Final = (
+    "REQUEST_METHOD", "PATH_INFO", "QUERY_STRING", "HTTP_ACCEPT", "HTTP_ACCEPT_ENCODING"
+)  # fmt: skip
 POLL_S: Final = 0.1  # how soon `close` is seen
 OPENMETRICS: Final = "application/openmetrics-text"
 
 _Environ = dict[str, Any]
+_Answer = tuple[str, list[tuple[str, str]], bytes]
 _App = Callable[[_Environ, Callable[..., Any]], Iterable[bytes]]
 
 
@@ -47,7 +54,7 @@ class MetricsEndpoint:
         registry = CollectorRegistry()
         registry.register(MetricsView(metrics, section.prefix))
         ProcessCollector(registry=registry)
-        app = make_wsgi_app(registry)
+        app = Paced(make_wsgi_app(registry))
         self._server = _bind(section)
         self._server.set_app(_only_known_paths(_keep_colons(app)))
         self.port: int = self._server.server_port
@@ -85,6 +92,45 @@ def serving_metrics(metrics: Metrics, section: MetricsSection) -> Iterator[None]
         return
     with MetricsEndpoint(metrics, section):
         yield
+
+
+class Paced:
+    """Makes answers during a small share of the time only, however many scrapers ask.
+
+    Making one takes some milliseconds of a processor that the model may need too. Each is made
+    after its scraper asked, so it is never stale; who waits for the same one shares it.
+    """
+
+    def __init__(self, app: _App) -> None:
+        self._app = app
+        self._turn = threading.Lock()
+        self._next_s = 0.0
+        self._last: tuple[tuple[str, ...], float, _Answer] | None = None
+
+    def __call__(self, environ: _Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        asked_s = time.monotonic()
+        key = tuple(str(environ.get(name, "")) for name in ANSWER_DEPENDS_ON)
+        with self._turn:
+            answer = self._find_last(key, asked_s) or self._make(key, environ)
+        status, headers, body = answer
+        start_response(status, headers)
+        return [body]
+
+    def _find_last(self, key: tuple[str, ...], asked_s: float) -> _Answer | None:
+        if self._last is None or self._last[0] != key or self._last[1] <= asked_s:
+            return None
+        return self._last[2]
+
+    def _make(self, key: tuple[str, ...], environ: _Environ) -> _Answer:
+        time.sleep(max(0.0, self._next_s - time.monotonic()))
+        begun_s, begun_cpu_s = time.monotonic(), time.thread_time()
+        start: list[Any] = []
+        body = b"".join(self._app(environ, lambda *parts: start.extend(parts)))
+        answer = (start[0], start[1], body)
+        rest_s = (time.thread_time() - begun_cpu_s) * (1 / MAX_SHARE - 1)
+        self._next_s = time.monotonic() + min(rest_s, MAX_REST_S)
+        self._last = (key, begun_s, answer)
+        return answer
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):

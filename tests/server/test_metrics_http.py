@@ -9,6 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 from prometheus_client import Metric
@@ -20,6 +21,7 @@ from jaxserve.cli.main import main
 from jaxserve.config import MetricsSection
 from jaxserve.errors import ConfigError
 from jaxserve.metrics import Metrics
+from jaxserve.server import metrics_http
 from jaxserve.server.metrics_http import MAX_SCRAPES, MetricsEndpoint, serving_metrics
 from tests.engines import ask, build_engine, gather, serve
 from tests.fakes import say
@@ -167,7 +169,7 @@ def test_scrapes_under_load_all_succeed_and_change_no_output() -> None:
             return num_done
 
         def look() -> None:
-            seen = [read(endpoint.port, "jaxserve_output_tokens_total") for _ in range(25)]
+            seen = [read(endpoint.port, "jaxserve_output_tokens_total") for _ in range(10)]
             assert seen == sorted(seen)
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -177,6 +179,67 @@ def test_scrapes_under_load_all_succeed_and_change_no_output() -> None:
             is_over.set()
             num_done = sum(worker.result() for worker in workers)
         assert read(endpoint.port, "jaxserve_output_tokens_total") == 20 * num_done > 0
+
+
+class Scrapes:
+    """An endpoint's app that counts its answers, on a clock of the test's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, cpu_s: float) -> None:
+        self.now_s = 100.0
+        self.made_at: list[float] = []
+        self.num_looks = 0
+        self._cpu_s = cpu_s
+        monkeypatch.setattr(metrics_http, "time", self)
+        self.paced = metrics_http.Paced(self._make)
+
+    def _make(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
+        self.made_at.append(self.now_s)
+        start_response("200 OK", [("X", environ["QUERY_STRING"])])
+        return [b"%d" % len(self.made_at)]
+
+    def monotonic(self) -> float:
+        self.num_looks += 1
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def thread_time(self) -> float:
+        return len(self.made_at) * self._cpu_s
+
+    def ask(self, query: str = "") -> tuple[str, bytes]:
+        started: list[Any] = []
+        body = self.paced({"QUERY_STRING": query}, lambda *parts: started.extend(parts))
+        return started[1][0][1], b"".join(body)
+
+
+def test_answers_take_a_twentieth_of_the_time_and_are_made_after_the_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scrapes = Scrapes(monkeypatch, cpu_s=0.01)
+    assert [scrapes.ask() for _ in range(3)] == [("", b"1"), ("", b"2"), ("", b"3")]
+    assert scrapes.made_at == pytest.approx([100, 100.19, 100.38])
+    scrapes.now_s += 60
+    assert scrapes.ask("a") == ("a", b"4")
+    assert scrapes.made_at[-1] == pytest.approx(160.38)  # at once
+    slow = Scrapes(monkeypatch, cpu_s=7.0)
+    slow.ask(), slow.ask()
+    assert slow.made_at == pytest.approx([100, 100 + metrics_http.MAX_REST_S])
+
+
+def test_who_waits_for_the_same_answer_shares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    scrapes = Scrapes(monkeypatch, cpu_s=0.01)
+    scrapes.ask()
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        with scrapes.paced._turn:
+            num_looks = scrapes.num_looks
+            asked = [pool.submit(scrapes.ask, query) for query in ("a", "a", "a")]
+            while scrapes.num_looks < num_looks + 3:
+                threading.Event().wait(0.001)
+        answers = [future.result() for future in asked]
+    assert answers == [("a", b"2")] * 3
+    assert scrapes.ask("a") == ("a", b"3"), "who asks later gets a later one"
+    assert scrapes.ask("b") == ("b", b"4")
 
 
 def test_clients_that_say_nothing_keep_nobody_out(endpoint: MetricsEndpoint) -> None:
@@ -230,7 +293,9 @@ def test_it_answers_after_the_engine_has_failed() -> None:
 
     engine, runner = build_engine(on_result=fail)
     with serve(engine, runner), MetricsEndpoint(engine.metrics, MetricsSection(port=0)) as endpoint:
+        runner.gate.clear()
         streams = [engine.submit(ask((n,))) for n in range(9)]  # more than rows
+        runner.gate.set()
         for stream in streams:
             with pytest.raises(Exception, match="engine failed"):
                 list(stream)
