@@ -22,6 +22,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import tokenizers
 
 from jaxserve.checkpoint.layout import gguf_sources, hf_sources, stored_shapes
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
@@ -89,19 +90,25 @@ def measure(case: str, folder: Path, *, rounds: int) -> None:
         report(f"{case} convert", found, num_bytes(weight_files(source)))
         (source / "model.safetensors").unlink()
     files = weight_files(path)
-    seconds: dict[tuple[str, str], list[float]] = {}
+    seconds: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for _ in range(rounds):
         for what in ("read", "load"):
             evict(files)
             for cache in ("cold", "warm"):
                 found = run_child(what, path, dtype)
-                seconds.setdefault((what, cache), []).append(found["seconds"])
+                spent = found["seconds"], found["cpu_seconds"]
+                seconds.setdefault((what, cache), []).append(spent)
                 if what == "load":
                     last = found
     report(case, last, num_bytes(files))
     for cache in ("cold", "warm"):
-        read, load = (min(seconds[what, cache]) for what in ("read", "load"))
-        print(f"  {cache} page cache: read {read:.2f} s, load {load:.2f} s, x{load / read:.2f}")
+        (read, read_cpu), (load, load_cpu) = (
+            min(seconds[what, cache]) for what in ("read", "load")
+        )
+        print(
+            f"  {cache} page cache: read {read:.2f} s ({read_cpu:.2f} of CPU), load {load:.2f} s "
+            f"({load_cpu:.2f} of CPU), x{load / read:.2f}"
+        )
     report(f"{case} engine", run_child("engine", path, dtype), num_bytes(files))
 
 
@@ -110,8 +117,8 @@ def report(case: str, found: dict[str, float], file_bytes: int) -> None:
     print(
         f"{case}: file {file_bytes / GB:.2f} GB, result {found['result_bytes'] / GB:.2f} GB, peak "
         f"{found['peak_bytes'] / GB:.2f} GB over a baseline of "
-        f"{found['baseline_bytes'] / GB:.2f} GB, x{found['peak_bytes'] / larger:.2f} of the larger, "
-        f"{found['seconds']:.2f} s",
+        f"{found['baseline_bytes'] / GB:.2f} GB, x{found['peak_bytes'] / larger:.2f} of the "
+        f"larger, {found['seconds']:.2f} s",
         flush=True,
     )
 
@@ -157,7 +164,7 @@ def read_child(path: Path, dtype: str) -> dict[str, float]:
     for file in files:
         with file.open("rb") as opened:
             opened.read()
-    return {"seconds": time.perf_counter() - started_s}
+    return {"seconds": time.perf_counter() - started_s, "cpu_seconds": time.process_time()}
 
 
 def load_child(path: Path, dtype: str) -> dict[str, float]:
@@ -207,7 +214,7 @@ def convert_child(paths: Path, dtype: str) -> dict[str, float]:
 
     source, target = str(paths).split(">")
     with Peak() as peak:
-        convert(find_model(source), Path(target), dtype=dtype)
+        convert(find_model(source), Path(target), dtype="bfloat16")
     config = find_model(target).load_header().config
     return peak.found | {"result_bytes": num_param_bytes(config, dtype)}
 
@@ -226,13 +233,14 @@ class Peak:
     def __enter__(self) -> "Peak":
         self.found = {"baseline_bytes": float(read_status("VmRSS"))}
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
-        self._started_s = time.perf_counter()
+        self._started_s, self._cpu_s = time.perf_counter(), time.process_time()
         return self
 
     def __exit__(self, *error: object) -> None:
         seconds = time.perf_counter() - self._started_s
         peak_bytes = read_status("VmHWM") - self.found["baseline_bytes"]
-        self.found |= {"seconds": seconds, "peak_bytes": peak_bytes}
+        cpu_seconds = time.process_time() - self._cpu_s
+        self.found |= {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_bytes": peak_bytes}
 
 
 def read_status(name: str) -> int:
@@ -332,12 +340,12 @@ def random_blocks(num_elements: int) -> Iterator[np.ndarray]:
         yield block[: num_elements - first]
 
 
-def byte_tokenizer() -> "tokenizers.Tokenizer":  # noqa: F821
-    import tokenizers
-
+def byte_tokenizer() -> tokenizers.Tokenizer:
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     names = ["<s>", "</s>", *letters, "ab"]
-    model = tokenizers.models.BPE(vocab={name: id for id, name in enumerate(names)}, merges=[("a", "b")])
+    model = tokenizers.models.BPE(
+        vocab={name: id for id, name in enumerate(names)}, merges=[("a", "b")]
+    )
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
