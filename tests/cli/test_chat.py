@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -147,8 +148,15 @@ class Terminal:
         os.close(theirs)
         self.seen = ""
 
-    def read_until(self, text: str) -> None:
+    def read_until(self, text: str, *, nudge: str = "") -> None:
+        """Reads; where nothing comes, types the nudge again.
+
+        Python may miss a ctrl-C in the moment before it waits for a key.
+        """
         while text not in self.seen:
+            if nudge and not select.select([self._fd], [], [], 1.0)[0]:
+                self.type(nudge)
+                continue
             self.seen += os.read(self._fd, 65536).decode()
         self.seen = self.seen.partition(text)[2]
 
@@ -175,7 +183,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
         terminal.read_until("[stopped]")
         terminal.read_until("> ")
         terminal.type("half a line\x03")
-        terminal.read_until("(ctrl-D or /exit ends)")
+        terminal.read_until("(ctrl-D or /exit ends)", nudge="\x03")
         terminal.read_until("> ")
         terminal.type("and now\n")
         terminal.read_until("2 turns")  # the stopped answer stays, the dropped line does not

@@ -248,7 +248,9 @@ def test_wrong_usage_is_exit_code_2(
     assert said in captured.err
 
 
-@pytest.mark.parametrize("words", ["--help", "generate --help", "serve --help"])
+@pytest.mark.parametrize(
+    "words", ["--help", "generate --help", "chat --help", "batch --help", "serve --help"]
+)
 def test_help_shows_an_example(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         build_parser().parse_args(words.split())

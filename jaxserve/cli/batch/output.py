@@ -149,7 +149,7 @@ class OutputFile:
         self._save(job)
 
     def append(self, line: bytes) -> None:
-        """Adds a whole line; where it does not fit, what was there before stays whole.
+        """Adds a whole line; where it does not fit, `close` takes back what there is of it.
 
         Raises:
           BatchError: the disk is full, or the file has become too large.
@@ -162,7 +162,6 @@ class OutputFile:
             if self._clock() - self._synced_s > SYNC_INTERVAL_S:
                 self.sync()
         except OSError as error:
-            self._truncate(self._num_bytes)
             raise BatchError(f"cannot write {self.partial}: {error.strerror}") from error
 
     def sync(self) -> None:
@@ -181,12 +180,13 @@ class OutputFile:
         """Lets go of the file; what is done stays for the next run."""
         if self._fd < 0:
             return
-        if self._num_bytes and not self.is_complete:
-            self._truncate(self._num_bytes)  # an interrupt may have torn the last line
-            with contextlib.suppress(OSError):
+        if not self.is_complete:
+            if self._job is not None:
+                self._truncate(self._num_bytes)  # the last line may be torn
+            if os.fstat(self._fd).st_size == 0:
+                self._tidy()  # nothing is done
+            with contextlib.suppress(OSError):  # of a full disk there was word before
                 self.sync()
-        elif not self.is_complete and os.fstat(self._fd).st_size == 0:
-            self._tidy()  # nothing is done
         os.close(self._fd)
         self._fd = -1
 

@@ -70,20 +70,22 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has a run end after some lines: as ctrl-C does, or with half of the next line written."""
 
     def set_up(num_lines: int, *, error: BaseException | None = None, torn: bool = False) -> None:
-        append = OutputFile.append
+        append, close = OutputFile.append, OutputFile.close
         seen: list[bytes] = []
 
         def stop(self: OutputFile, line: bytes) -> None:
             if len(seen) == num_lines:
                 monkeypatch.setattr(OutputFile, "append", append)
+                monkeypatch.setattr(OutputFile, "close", close)
                 if torn:
                     os.write(self._fd, line[: len(line) // 2])
-                    monkeypatch.setattr(self, "close", lambda: os.close(self._fd))  # as killed
                 raise error or KeyboardInterrupt
             seen.append(line)
             append(self, line)
 
         monkeypatch.setattr(OutputFile, "append", stop)
+        if torn:  # as a process that is killed leaves it
+            monkeypatch.setattr(OutputFile, "close", lambda self: os.close(self._fd))
 
     return set_up
 
@@ -221,6 +223,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     assert batches.left() == ({"out.jsonl.partial", "out.jsonl.job"} if num_done or torn else set())
     kept = batches.partial.read_bytes() if num_done or torn else b""
     assert kept.count(b"\n") == num_done
+    assert torn == (bool(kept) and not kept.endswith(b"\n"))
     batches.engines.clear()
     assert batches.run() == 3
     assert [outcome(answer) for answer in read(batches.out)] == whole
