@@ -50,6 +50,8 @@ class RequestRecord:
       finish_reason: the server's word; "" where it did not end by itself.
       error: what the client was told; "" for none.
       is_warm_up: left out of every figure.
+      are_tokens_assumed: the server tells the tokens of the whole, not of each message; they are
+        spread evenly over the messages.
     """
 
     index: int
@@ -69,3 +71,4 @@ class RequestRecord:
     error: str = ""
     phases: ServerPhases = ServerPhases()
     is_warm_up: bool = False
+    are_tokens_assumed: bool = False
