@@ -6,6 +6,7 @@ JaxserveError
 ├── CheckpointError          a model file is missing, damaged or not supported
 ├── CapacityError            the model, its programs and its KV pool do not fit the machine
 ├── BatchError               a batch's input or output file will not do
+├── WorkloadError            a workload, or a trace to make one of, will not do
 ├── RecompileError           a shape was compiled after warm-up
 ├── RequestError             something about one request; the request ends, nothing else does
 │   ├── InvalidRequestError      a field's value is not allowed
@@ -21,6 +22,8 @@ JaxserveError
 ├── NotServingError          starting, draining or stopped: not begun, or not done by then
 └── EngineDeadError          the engine failed; every request in it ends with this
 """
+
+from collections.abc import Sequence
 
 
 class JaxserveError(Exception):
@@ -45,6 +48,18 @@ class CapacityError(JaxserveError):
 
 class BatchError(JaxserveError):
     """A batch's input or output file will not do: names the file, what is wrong and the fix."""
+
+
+class WorkloadError(JaxserveError):
+    """A workload or a trace will not do: names file and line, what it says and what is allowed.
+
+    Attributes:
+      problems: one line for each thing wrong; the message has the first and counts the others.
+    """
+
+    def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems) or (message,)
 
 
 class RecompileError(JaxserveError):

@@ -65,6 +65,7 @@ TABLE: Final[Mapping[type[errors.JaxserveError], Row]] = {
     errors.CheckpointError: _INTERNAL,
     errors.CapacityError: _INTERNAL,
     errors.BatchError: _INTERNAL,
+    errors.WorkloadError: _INTERNAL,
     errors.RecompileError: _INTERNAL,
     errors.RequestError: _INTERNAL,
     errors.JaxserveError: _INTERNAL,
