@@ -23,8 +23,6 @@ JaxserveError
 └── EngineDeadError          the engine failed; every request in it ends with this
 """
 
-from collections.abc import Sequence
-
 
 class JaxserveError(Exception):
     """Base class: catch this to catch only ours."""
@@ -57,9 +55,9 @@ class WorkloadError(JaxserveError):
       problems: one line for each thing wrong; the message has the first and counts the others.
     """
 
-    def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, *, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.problems = tuple(problems) or (message,)
+        self.problems = problems or (message,)
 
 
 class RecompileError(JaxserveError):

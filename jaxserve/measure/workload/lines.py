@@ -49,7 +49,7 @@ class Problems:
         """
         if not self._found:
             return
-        problems = [f"{self._path}, line {number}: {text}" for number, text in self._found]
+        problems = tuple(f"{self._path}, line {number}: {text}" for number, text in self._found)
         others = [str(number) for number, _ in self._found[1 : NUM_NAMED + 1]]
         message = problems[0]
         if others:
