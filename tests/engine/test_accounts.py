@@ -151,6 +151,21 @@ def test_who_comes_during_a_step_is_waiting_at_once_and_who_leaves_before_one_no
     stage.close()
 
 
+def test_who_comes_during_a_step_is_still_waiting_after_it() -> None:
+    """The step's own count of the queue must not forget the ones that it has not seen."""
+    stage = Stage()
+    value = stage.engine.metrics.value
+    stage.engine.submit(ask(LONG, max_tokens=7))
+    stage.at_launch = lambda: stage.engine.submit(ask(SHORT))
+    stage.step()
+    stage.at_launch = None
+    assert (value("requests_running"), value("requests_waiting")) == (1, 1)
+    assert value("waiting_tokens") == len(SHORT)
+    while stage.has_work:
+        stage.step()
+    stage.close()
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 def test_a_preemption_counts_no_phase_of_a_request_twice(num_steps: int) -> None:
     """It comes before, with and after the first token."""

@@ -20,7 +20,7 @@ have nothing to overlap with.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
 import pytest
@@ -69,7 +69,11 @@ class Run:
 
 
 class Stage:
-    """The engine, moved step by step in the test's own thread."""
+    """The engine, moved step by step in the test's own thread.
+
+    Attributes:
+      at_launch: called in the middle of each step.
+    """
 
     def __init__(self, log: LogSection | None = None) -> None:
         self.clock = Clock()
@@ -87,8 +91,11 @@ class Stage:
         )
         self.engine._change_state(EngineState.SERVING)
         self.num_steps = 0
+        self.at_launch: Callable[[], object] | None = None
 
     def _pass_launch(self, _: StepPlan) -> None:
+        if self.at_launch:
+            self.at_launch()
         self.clock.now_s += LAUNCH_S
 
     def _pass_result(self, _: StepPlan) -> None:
