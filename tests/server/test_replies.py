@@ -2,7 +2,16 @@
 
 import pytest
 
-from jaxserve.engine import Delta, ExecutionInfo, Finished, ServedModel, Started, Timings, Usage
+from jaxserve.engine import (
+    Delta,
+    Event,
+    ExecutionInfo,
+    Finished,
+    ServedModel,
+    Started,
+    Timings,
+    Usage,
+)
 from jaxserve.gen import generation_pb2
 from jaxserve.request import FinishReason
 from jaxserve.server.replies import Replies
@@ -91,3 +100,17 @@ def _with_start(options: generation_pb2.OutputOptions) -> Replies:
     replies = Replies(options, MODEL, interval=1)
     list(replies.push(STARTED))
     return replies
+
+
+def test_a_token_is_sent_with_the_message_that_carries_it() -> None:
+    """So that what is gathered does not count as delivered before its message is written."""
+    replies = Replies(generation_pb2.OutputOptions(), MODEL, interval=3)
+    events: list[Event] = [
+        Delta(index=0, text="a", token_ids=(place,), ready_s=(float(place),)) for place in range(4)
+    ]
+    sent = [
+        (message.WhichOneof("event"), replies.take_sent())
+        for event in [*events, FINISHED]
+        for message in replies.push(event)
+    ]
+    assert sent == [("delta", [0, 1, 2]), ("delta", [3]), ("finish", [])]
