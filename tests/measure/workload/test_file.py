@@ -12,7 +12,6 @@ import pytest
 
 from jaxserve.errors import WorkloadError
 from jaxserve.measure.workload import (
-    ClassLimits,
     Header,
     Recipe,
     Workload,
@@ -31,7 +30,7 @@ HEADER: Final = Header(
     licence="none",
     parameters={"rate": 2.0},
     lineage=({"step": "window", "hash": "ab"},),
-    limits={"chat": ClassLimits(ttft_s=0.5, itl_s=0.1)},
+    limits={"chat": ("ttft=0.5", "itl_p95=0.1")},
 )
 ENTRIES: Final = (
     WorkloadEntry(index=0, at_s=0.0, prompt=Recipe(num_tokens=5), wanted_tokens=3),
@@ -276,7 +275,8 @@ def test_all_bad_lines_are_counted_and_the_first_is_told(tmp_path: Path) -> None
         ({**OPEN, "arrivals": "closed"}, "concurrency is missing, but must be a whole number"),
         ({**OPEN, "concurrency": 2}, "concurrency is set, but only a closed loop has one"),
         ({**OPEN, "seed": -1}, "seed is -1, but must be"),
-        ({**OPEN, "limits": {"a": {"ttft": 1}}}, "limits.a.ttft is not known; did you mean ttft_s"),
+        ({**OPEN, "limits": {"a": "ttft=1"}}, 'limits.a is "ttft=1", but must be a list'),
+        ({**OPEN, "limits": {"a": ["ttf=1"]}}, "limits: limit 'ttf=1' is not one; write"),
     ],
     ids=str,
 )
