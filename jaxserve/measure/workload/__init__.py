@@ -1,7 +1,6 @@
 """Workloads: which requests come when, as files with a hash of the load that they mean."""
 
 from jaxserve.measure.workload.entry import (
-    ClassLimits,
     Header,
     Prompt,
     Recipe,
@@ -19,7 +18,6 @@ from jaxserve.measure.workload.file import (
 from jaxserve.measure.workload.prompts import materialize
 
 __all__ = [
-    "ClassLimits",
     "Header",
     "OpenedWorkload",
     "Prompt",

@@ -74,18 +74,6 @@ class WorkloadEntry:
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
-class ClassLimits:
-    """The latencies a class of prompts is promised, seconds; None is no limit.
-
-    They judge a replay and do not change its load, so that they are no part of the hash.
-    """
-
-    ttft_s: float | None = None
-    itl_s: float | None = None
-    e2e_s: float | None = None
-
-
-@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class Header:
     """What holds for all entries, and where they come from.
 
@@ -98,7 +86,8 @@ class Header:
       licence: what their licence asks; "" is not stated.
       parameters: of the maker or importer.
       lineage: what was done to it since, oldest first: each step with the hash before it.
-      limits: by prompt class.
+      limits: the latencies promised to a prompt class, as `ttft=0.5`. They judge a replay and do
+        not change its load, so that they are no part of the hash.
     """
 
     name: str
@@ -110,7 +99,7 @@ class Header:
     licence: str = ""
     parameters: Mapping[str, object] = dataclasses.field(default_factory=dict)
     lineage: tuple[Mapping[str, object], ...] = ()
-    limits: Mapping[str, ClassLimits] = dataclasses.field(default_factory=dict)
+    limits: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def salt_of(self, run_salt: str) -> str:
         """Returns the salt to materialize with: the run's own, unless the prompts are fixed."""

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
+from jaxserve.errors import ConfigError
+from jaxserve.measure.limits import read_limits
 from jaxserve.measure.workload.entry import (
     FORMAT_VERSION,
-    ClassLimits,
     Header,
     Prompt,
     Recipe,
@@ -107,11 +108,7 @@ def header_facts(header: Header) -> dict[str, object]:
     if header.concurrency is not None:
         facts["concurrency"] = header.concurrency
     if header.limits:
-        names = ClassLimits.__dataclass_fields__
-        facts["limits"] = {
-            prompt_class: {n: getattr(limits, n) for n in names if getattr(limits, n) is not None}
-            for prompt_class, limits in header.limits.items()
-        }
+        facts["limits"] = {name: list(words) for name, words in header.limits.items()}
     return facts
 
 
@@ -214,16 +211,16 @@ def _read_setting(name: str, value: object) -> bool | int | float:
             return value
 
 
-def _read_limits(found: object) -> dict[str, ClassLimits]:
+def _read_limits(found: object) -> dict[str, tuple[str, ...]]:
     if not isinstance(found, dict):
         raise FieldError(f"limits is {shorten(found)}, but must be an object of classes")
-    limits = {}
-    for prompt_class, values in found.items():
-        if not isinstance(values, dict):
-            raise FieldError(f"limits.{prompt_class} is {shorten(values)}, but must be an object")
-        prefix = f"limits.{prompt_class}."
-        check_names(values, tuple(ClassLimits.__dataclass_fields__), prefix=prefix)
-        limits[prompt_class] = ClassLimits(
-            **{n: number(v, prefix + n, low=1e-6, high=MAX_SECONDS) for n, v in values.items()}
-        )
-    return limits
+    for prompt_class, words in found.items():
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise FieldError(
+                f'limits.{prompt_class} is {shorten(words)}, but must be a list as ["ttft=0.5"]'
+            )
+    try:
+        read_limits((), found)
+    except ConfigError as error:
+        raise FieldError(f"limits: {error}") from error
+    return {prompt_class: tuple(words) for prompt_class, words in found.items()}
