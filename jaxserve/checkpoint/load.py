@@ -20,7 +20,7 @@ from jaxserve.model.config import ModelConfig
 MAX_THREADS = 8
 # Numbers converted at a time, and the least rows of a matrix among them: fewer make transposing
 # slow, more do not stay in the processor's cache.
-BLOCK_ELEMENTS, MIN_BLOCK_ROWS = 1 << 20, 256
+BLOCK_ELEMENTS, MIN_BLOCK_ROWS = 1 << 18, 128
 # Of a parameter in memory: the CPU backend of JAX takes such an array as it is, others it copies.
 ALIGNMENT_BYTES = CACHE_LINE_BYTES = 64
 
