@@ -34,7 +34,8 @@ def add_model_options(parser: argparse.ArgumentParser, *, log_level: str) -> Non
         metavar="MODEL",
         nargs="?",
         default=DEFAULT_MODEL,
-        help="a Hugging Face folder, a .gguf file, or a built-in name (default: %(default)s)",
+        help="a Hugging Face folder, a .gguf file, a bundle, or a built-in name "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--dtype",
