@@ -15,20 +15,24 @@ Sampling = Mapping[str, bool | int | float]
 class Recipe:
     """A prompt by its length and by what it shares; its tokens are made when it is sent.
 
-    Block i stands for the tokens [i * block_tokens, (i + 1) * block_tokens), cut at the prompt's
-    end. Equal keys are equal tokens within a run; what no block covers is this entry's alone.
+    Equal keys are equal tokens within a run; what no block covers is this entry's alone.
 
         num_tokens 10, block_tokens 4, blocks (a, b)    aaaabbbb##
 
     Attributes:
       num_tokens: at least 1.
-      block_tokens: 0 where there are no blocks.
+      block_tokens: 0 where there are no blocks; else any number above 0, as 512 / 3 where lengths
+        were divided by 3: blocks then differ in length by one token.
       blocks: keys, from the prompt's start; a key stands for the text before it as well.
     """
 
     num_tokens: int
-    block_tokens: int = 0
+    block_tokens: float = 0.0
     blocks: tuple[str, ...] = ()
+
+    def edge(self, num_blocks: int) -> int:
+        """Returns the tokens that this many blocks cover, cut at the prompt's end."""
+        return min(int(num_blocks * self.block_tokens), self.num_tokens)
 
 
 # A recipe, token ids, or a text.
@@ -174,7 +178,7 @@ def entry_facts(entry: WorkloadEntry) -> dict[str, object]:
         case Recipe():
             facts["prompt_tokens"] = entry.prompt.num_tokens
             if entry.prompt.blocks:
-                facts["block_tokens"] = entry.prompt.block_tokens
+                facts["block_tokens"] = float(entry.prompt.block_tokens)
                 facts["blocks"] = entry.prompt.blocks
         case _:
             facts["token_ids"] = entry.prompt

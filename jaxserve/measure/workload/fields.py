@@ -175,14 +175,14 @@ def _read_recipe(found: Mapping[str, Any]) -> Recipe:
         if "block_tokens" in found:
             raise FieldError("block_tokens is set without blocks; leave it out")
         return Recipe(num_tokens=num_tokens)
-    block_tokens = whole(found.get("block_tokens"), "block_tokens", low=1)
-    most = -(-num_tokens // block_tokens)
-    if len(blocks) > most:
+    block_tokens = number(found.get("block_tokens"), "block_tokens", low=1e-6, high=MAX_COUNT)
+    recipe = Recipe(num_tokens=num_tokens, block_tokens=block_tokens, blocks=tuple(blocks))
+    if recipe.edge(len(blocks) - 1) == num_tokens:
         raise FieldError(
-            f"blocks has {len(blocks)} keys, but {num_tokens} tokens are {most} blocks of "
-            f"{block_tokens}"
+            f"blocks has {len(blocks)} keys, but fewer blocks of {block_tokens:g} hold all "
+            f"{num_tokens} tokens"
         )
-    return Recipe(num_tokens=num_tokens, block_tokens=block_tokens, blocks=tuple(blocks))
+    return recipe
 
 
 def _read_ids(found: object) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Literal
 
 from jaxserve.errors import WorkloadError
 
@@ -12,29 +12,34 @@ NUM_NAMED: Final = 5
 
 
 class Lines:
-    """The lines that are not blank, each with its number from 1; in memory for one."""
+    """The lines that are not blank, each with its number from 1; in memory for one.
+
+    Attributes:
+      number: of the line read last.
+    """
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file = file
         self._path = path
-        self._number = 0
+        self.number = 0
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         while line := self._file.readline(MAX_LINE_BYTES + 1):
-            self._number += 1
+            self.number += 1
             if len(line) > MAX_LINE_BYTES:
                 raise WorkloadError(
-                    f"{self._path}, line {self._number}: it is longer than {MAX_LINE_BYTES} bytes"
+                    f"{self._path}, line {self.number}: it is longer than {MAX_LINE_BYTES} bytes"
                 )
             if line.strip():
-                yield self._number, line
+                yield self.number, line
 
 
 class Problems:
-    """Bad lines of one file."""
+    """Bad lines of one file, or bad items of one that has no lines."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, word: Literal["line", "item"] = "line") -> None:
         self._path = path
+        self._word = word
         self._found: list[tuple[int, str]] = []
         self._num_found = 0
 
@@ -49,10 +54,12 @@ class Problems:
         """
         if not self._found:
             return
-        problems = tuple(f"{self._path}, line {number}: {text}" for number, text in self._found)
+        problems = tuple(
+            f"{self._path}, {self._word} {number}: {text}" for number, text in self._found
+        )
         others = [str(number) for number, _ in self._found[1 : NUM_NAMED + 1]]
         message = problems[0]
         if others:
             more = "" if self._num_found <= NUM_NAMED + 1 else ", …"
-            message += f" (and {self._num_found - 1} more: lines {', '.join(others)}{more})"
+            message += f" (and {self._num_found - 1} more: {self._word}s {', '.join(others)}{more})"
         raise WorkloadError(message, problems=problems)

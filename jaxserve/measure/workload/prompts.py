@@ -57,8 +57,8 @@ def _allowed_ids(vocab_size: int, special_ids: frozenset[int]) -> UInt64s:
 
 def _make(recipe: Recipe, index: int, allowed: UInt64s, run_salt: str) -> tuple[int, ...]:
     token_ids: list[int] = []
-    for key in recipe.blocks:
-        num_tokens = min(recipe.block_tokens, recipe.num_tokens - len(token_ids))
+    for place, key in enumerate(recipe.blocks, 1):
+        num_tokens = recipe.edge(place) - len(token_ids)
         token_ids += _draw(f"{run_salt}\0block\0{key}", num_tokens, allowed)
     token_ids += _draw(f"{run_salt}\0entry\0{index}", recipe.num_tokens - len(token_ids), allowed)
     return tuple(token_ids)
