@@ -4,7 +4,8 @@ Both are values: ids, counts and page moves, never a live `Request`.
 """
 
 import dataclasses
-from typing import Protocol
+import typing
+from typing import Final, Literal, Protocol
 
 from jaxserve.request import SamplingParams
 
@@ -135,6 +136,11 @@ class Bucket:
     def num_tokens(self) -> int:
         return self.decode_seqs * self.verify_tokens + self.chunk_tokens
 
+    @property
+    def name(self) -> str:
+        """The metrics' word for it, such as `8x1+64`."""
+        return f"{self.decode_seqs}x{self.verify_tokens}+{self.chunk_tokens}"
+
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class StepResult:
@@ -145,19 +151,46 @@ class StepResult:
       not_finite: ids of sequences whose logits held NaN, +inf or nothing but -inf; their
         token is meaningless.
       bucket: the forward program that ran.
-      device_s: seconds from launch to the result being on the host.
-      compile_s: of those, seconds spent compiling after warm-up, which is a fault.
+      compile_s: seconds of the step spent compiling after warm-up, which is a fault.
     """
 
     token_ids: dict[int, int]
     not_finite: frozenset[int]
     bucket: Bucket
-    device_s: float
     compile_s: float = 0.0
+
+
+# What the engine thread does with its time; docs/metrics.md defines each.
+HostPhase = Literal[
+    "idle", "schedule", "build", "dispatch", "wait", "readback", "detokenize", "commit"
+]
+HOST_PHASES: Final[tuple[HostPhase, ...]] = typing.get_args(HostPhase)
+
+
+class Laps(Protocol):
+    """Cuts a thread's time into phases."""
+
+    def lap(self, phase: HostPhase) -> None:
+        """Gives the time since the last lap to `phase`."""
+        ...
+
+
+class NoLaps:
+    """For whoever does not ask where time went."""
+
+    def lap(self, phase: HostPhase) -> None:
+        return None
+
+
+NO_LAPS: Final = NoLaps()
 
 
 class InFlight(Protocol):
     """A launched step."""
+
+    def is_ready(self) -> bool:
+        """Whether the device is done with it; does not wait, and may be asked after `result`."""
+        ...
 
     def result(self) -> StepResult:
         """Wait for the device, once; the arrays behind it are given up."""
@@ -178,6 +211,10 @@ class Runner(Protocol):
         """Pages in the pool, the padding page 0 among them."""
         ...
 
-    def launch(self, plan: StepPlan) -> InFlight:
-        """Dispatch a step and return without waiting for it."""
+    def launch(self, plan: StepPlan, laps: Laps = NO_LAPS) -> InFlight:
+        """Dispatch a step and return without waiting for it.
+
+        Args:
+          laps: told of build and dispatch, and by `result` of wait and readback.
+        """
         ...

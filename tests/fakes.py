@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 import tokenizers
 
-from jaxserve.plan import Bucket, Chunk, RowLoad, StepLimits, StepPlan, StepResult
+from jaxserve.plan import NO_LAPS, Bucket, Chunk, Laps, RowLoad, StepLimits, StepPlan, StepResult
 from jaxserve.request import SamplingParams
 from jaxserve.text.token_bytes import byte_alphabet
 from jaxserve.text.tokenizer import Tokenizer
@@ -151,18 +151,29 @@ class FakeRow:
 class FakeInFlight:
     """A launched step of the fake: already computed, its result not yet read."""
 
-    def __init__(self, runner: "FakeRunner", plan: StepPlan, result: StepResult) -> None:
+    def __init__(
+        self, runner: "FakeRunner", plan: StepPlan, result: StepResult, *, laps: Laps
+    ) -> None:
         self.plan = plan
         self._runner = runner
+        self._laps = laps
+        self._is_read = False
         self._result: StepResult | None = result
         self.writes: list[tuple[int, int, tuple[int, int, int]]] = []
 
+    def is_ready(self) -> bool:
+        return self._is_read
+
     def result(self) -> StepResult:
+        """Its time, in which tests move their clocks, is that of waiting for the device."""
         self._runner.gate.wait()
         result, self._result = self._result, None
         if result is None:
             raise PlanError(f"step {self.plan.step_id}: result() was called twice")
         self._runner.retire(self)
+        self._is_read = True
+        self._laps.lap("wait")
+        self._laps.lap("readback")
         return result
 
 
@@ -187,7 +198,6 @@ class FakeRunner:
         late_writes: bool = False,
         on_launch: Callable[[StepPlan], None] | None = None,
         on_result: Callable[[StepPlan], None] | None = None,
-        device_s: float = 0.001,
     ) -> None:
         """Args:
         script: forces tokens or not-finite logits.
@@ -202,7 +212,6 @@ class FakeRunner:
         self.late_writes = late_writes
         self.on_launch = on_launch
         self.on_result = on_result
-        self.device_s = device_s
         self.gate = threading.Event()
         self.gate.set()
         self.plans: collections.deque[StepPlan] = collections.deque(maxlen=256)
@@ -214,7 +223,7 @@ class FakeRunner:
         self._num_loads = 0
         self._in_flight: list[FakeInFlight] = []
 
-    def launch(self, plan: StepPlan) -> FakeInFlight:
+    def launch(self, plan: StepPlan, laps: Laps = NO_LAPS) -> FakeInFlight:
         if self.on_launch:
             self.on_launch(plan)
         self._check_shape(plan)
@@ -230,8 +239,8 @@ class FakeRunner:
                 token_ids=token_ids,
                 not_finite=frozenset(),
                 bucket=self._bucket(plan),
-                device_s=self.device_s,
             ),
+            laps=laps,
         )  # fmt: skip
         for chunk in plan.chunks:
             self._write(chunk, in_flight)
@@ -245,6 +254,7 @@ class FakeRunner:
         self._in_flight.append(in_flight)
         self.plans.append(plan)
         self.num_steps += 1
+        laps.lap("dispatch")
         return in_flight
 
     def retire(self, step: FakeInFlight) -> None:

@@ -39,6 +39,9 @@ class Timings:
       time_to_first_token_s: the two together.
       decode_s: from its first token until the end.
       compile_s: compilation it waited for; 0 on a warm server.
+      delivery_s: from the end until the server wrote its last message. The four phases, queue,
+        prefill, decode and delivery, follow each other without a gap.
+      delivery_sum_s: each token's time until the transport accepted it, added up.
     """
 
     queue_s: float
@@ -46,6 +49,8 @@ class Timings:
     time_to_first_token_s: float
     decode_s: float
     compile_s: float
+    delivery_s: float
+    delivery_sum_s: float
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -267,6 +272,8 @@ def _timings(message: generation_pb2.Timings) -> Timings:
         time_to_first_token_s=_seconds(message.time_to_first_token),
         decode_s=_seconds(message.decode),
         compile_s=_seconds(message.compile),
+        delivery_s=_seconds(message.delivery),
+        delivery_sum_s=_seconds(message.delivery_sum),
     )
 
 

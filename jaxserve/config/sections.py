@@ -5,7 +5,7 @@ changed after start-up.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import pydantic
 
@@ -205,6 +205,26 @@ class MetricsSection(Section):
     )
 
 
+class MeasureSection(Section):
+    """What the engine times of itself (docs/metrics.md)."""
+
+    phases: bool = pydantic.Field(
+        True, description="Time each step's phases on the host and the device."
+    )
+    trace_steps: int = pydantic.Field(
+        0,
+        ge=0,
+        le=100_000,
+        description="Last steps and requests that are kept for a trace; 0 is off. Needs phases.",
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _check_trace(self) -> Self:
+        if self.trace_steps and not self.phases:
+            raise ValueError("trace_steps needs phases = true; or set trace_steps = 0")
+        return self
+
+
 class LogSection(Section):
     """The log on stderr; its level is a flag of each command."""
 
@@ -227,4 +247,5 @@ class Config(Section):
     limits: LimitsSection = LimitsSection()
     server: ServerSection = ServerSection()
     metrics: MetricsSection = MetricsSection()
+    measure: MeasureSection = MeasureSection()
     log: LogSection = LogSection()

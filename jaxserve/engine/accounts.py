@@ -1,9 +1,9 @@
-"""What is counted and logged of each request: at its start, its tokens, their delivery, its end."""
+"""What is counted, logged and traced of each request: at its start, its tokens, its end."""
 
 import logging
-from collections.abc import Callable, Iterable
 
 from jaxserve.engine.live_request import LiveRequest, outcome_label
+from jaxserve.engine.trace_ring import RequestTrace, TraceRing
 from jaxserve.errors import JaxserveError
 from jaxserve.metrics import Metrics
 from jaxserve.request import FinishReason
@@ -12,15 +12,14 @@ logger = logging.getLogger(__name__)
 
 
 class Accounts:
-    """The phases are those of `metrics/registry.py`. All but `accept` and `deliver` is the engine
-    thread's.
+    """The phases are those of `metrics/registry.py`. All but `accept` is the engine thread's.
 
-    Prompts and outputs are never logged.
+    Prompts and outputs are never logged or traced.
     """
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: Metrics, trace: TraceRing | None) -> None:
         self._metrics = metrics
-        self._clock = clock
+        self._trace = trace
 
     def accept(self, live: LiveRequest) -> None:
         """It is in the queue from now on. The intake calls it, under its lock."""
@@ -49,12 +48,6 @@ class Accounts:
         metrics.ttft_seconds.observe(now_s - live.request.arrival_s)
         metrics.prefill_seconds.observe(now_s - live.scheduled_s)
 
-    def deliver(self, ready_s: Iterable[float]) -> None:
-        """Whoever carries them on has accepted tokens that were on the host at these times."""
-        now_s = self._clock()
-        for since_s in ready_s:
-            self._metrics.delivery_seconds.observe(now_s - since_s)
-
     def finish(
         self, live: LiveRequest, outcome: FinishReason | JaxserveError, now_s: float
     ) -> None:
@@ -71,6 +64,22 @@ class Accounts:
             metrics.inference_seconds.observe(inference_s)
             if live.num_output > 1:
                 metrics.tpot_seconds.observe(decode_s / (live.num_output - 1))
+        preemptions = sum(sequence.num_preemptions for sequence in request.sequences)
+        if self._trace is not None:
+            self._trace.add_request(
+                RequestTrace(
+                    request_id=request.id,
+                    arrival_s=request.arrival_s,
+                    scheduled_s=live.scheduled_s,
+                    first_token_s=live.first_token_s,
+                    end_s=now_s,
+                    end=reason,
+                    prompt_tokens=len(request.prompt),
+                    output_tokens=live.num_output,
+                    preemptions=preemptions,
+                    reader=live.stream.reader,
+                )
+            )
         logger.info(
             "finished request_id=%r reason=%s prompt_tokens=%d output_tokens=%d preemptions=%d "
             "queue_s=%s ttft_s=%s decode_s=%s e2e_s=%s",
@@ -78,7 +87,7 @@ class Accounts:
             reason,
             len(request.prompt),
             live.num_output,
-            sum(sequence.num_preemptions for sequence in request.sequences),
+            preemptions,
             _rounded(_since(live.scheduled_s, request.arrival_s)),
             _rounded(_since(live.first_token_s, request.arrival_s)),
             _rounded(decode_s),

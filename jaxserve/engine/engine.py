@@ -1,6 +1,5 @@
 """The engine: one thread that owns scheduler, runner and clock, and ends every request once."""
 
-import collections
 import functools
 import logging
 import threading
@@ -13,8 +12,12 @@ from jaxserve.engine import limits
 from jaxserve.engine.accounts import Accounts, ThroughputLog
 from jaxserve.engine.intake import EngineState, Intake
 from jaxserve.engine.live_request import LiveRequest, build_live_request, late_outcome
+from jaxserve.engine.pipeline import Pipeline
+from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.engine.served_model import ServedModel
+from jaxserve.engine.step_clock import StepClock
 from jaxserve.engine.stream import Delivery, Stream, Waker
+from jaxserve.engine.trace_ring import TraceRing
 from jaxserve.errors import (
     EngineDeadError,
     JaxserveError,
@@ -23,7 +26,7 @@ from jaxserve.errors import (
     SlowReaderError,
 )
 from jaxserve.metrics import Metrics
-from jaxserve.plan import InFlight, Runner, StepPlan, StepResult
+from jaxserve.plan import Runner, StepPlan, StepResult
 from jaxserve.request import FinishReason, GenerationRequest, Request
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.scheduler import Scheduler, Update
@@ -41,6 +44,7 @@ class Engine:
 
     Attributes:
       error: what the engine died of; None while it lives.
+      trace: the last steps and requests; None where none are kept.
     """
 
     def __init__(
@@ -63,8 +67,7 @@ class Engine:
         self.metrics = metrics
         self.error: Exception | None = None
         self._clock = clock
-        self._runner = runner
-        self._depth = OVERLAP_DEPTH if config.runner.overlap else 1
+        depth = OVERLAP_DEPTH if config.runner.overlap else 1
         self._pool = PagePool(runner.num_pages, config.kv.page_size)
         self._scheduler = Scheduler(
             config=config.scheduler,
@@ -72,7 +75,7 @@ class Engine:
             pool=self._pool,
             limits=runner.limits,
             max_model_tokens=model.max_model_tokens,
-            overlap_depth=self._depth,
+            overlap_depth=depth,
             metrics=metrics,
             page_bytes=page_bytes,
         )
@@ -80,10 +83,19 @@ class Engine:
         self._listeners: list[Callable[[EngineState], None]] = []
         self._intake = Intake(config.limits)  # where other threads and this one meet
         # the engine thread alone
-        self._in_flight: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
         self._by_sequence: dict[int, LiveRequest] = {}
         self._waker = Waker()
-        self._accounts = Accounts(metrics, clock)
+        num_traced = config.measure.trace_steps
+        self.trace = TraceRing(num_traced) if num_traced else None
+        self._steps = StepClock(
+            metrics,
+            clock,
+            is_on=config.measure.phases,
+            trace=self.trace,
+            name_of=lambda sequence_id: self._by_sequence[sequence_id].request.id,
+        )
+        self._in_flight = Pipeline(runner, depth=depth, metrics=metrics, clock=self._steps)
+        self._accounts = Accounts(metrics, self.trace)
         self._throughput = ThroughputLog(metrics, config.log.interval_s)
 
     # any thread
@@ -133,7 +145,9 @@ class Engine:
                 max_bytes=self.config.limits.stream_buffer_bytes,
                 waker=self._waker,
                 on_cancel=functools.partial(self._intake.abort, request),
-                on_delivery=self._accounts.deliver,
+                reader=ReaderAccount(
+                    self.metrics, self._clock, times_decoding=self.config.measure.phases
+                ),
                 delivery=delivery,
             )
             accept = functools.partial(self._accounts.accept, live)
@@ -181,6 +195,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            self._steps.begin()
             while self._wait_for_work():
                 self._step()
             self._end_rest()
@@ -190,6 +205,7 @@ class Engine:
             self._change_state(EngineState.STOPPED)
         finally:
             self._waker.flush()
+            self._steps.end()
 
     def _wait_for_work(self) -> bool:
         """Blocks while idle; False once the thread is to end."""
@@ -197,7 +213,9 @@ class Engine:
         if not self._in_flight:
             if self._intake.is_empty:
                 self._throughput.rest(self._clock())
+            self._steps.rest()
             self._intake.wait_for_work()
+            self._steps.lap("idle")
         return not self._intake.is_cut
 
     def _step(self) -> None:
@@ -205,14 +223,17 @@ class Engine:
         now_s = self._clock()
         self._end_expired(now_s)
         plan = self._scheduler.schedule(now_s)
+        self._start_new(plan)
+        self._steps.lap("schedule")
         if plan.has_work:
-            self._launch(plan)
-        if self._in_flight and (len(self._in_flight) >= self._depth or not plan.has_work):
+            self._in_flight.launch(plan)
+        if self._in_flight and (self._in_flight.is_full or not plan.has_work):
             self._retire()
         elif not plan.has_work and self._scheduler.has_unfinished:
             raise RuntimeError("the scheduler planned nothing while nothing was in flight")
         self._intake.tell_new(self._scheduler.update_gauges)
         self._throughput.note_step(self._clock())
+        self._steps.end_turn()
 
     def _take_inbox(self) -> None:
         new, aborts = self._intake.take()
@@ -227,35 +248,22 @@ class Engine:
         for request in self._scheduler.expired(now_s):
             self._finish(request, late_outcome(request, now_s))
 
-    def _launch(self, plan: StepPlan) -> None:
-        now_s = self._clock()
+    def _start_new(self, plan: StepPlan) -> None:
         for load in plan.row_loads:
-            self._start(self._by_sequence[load.sequence_id], now_s)
-        if self._in_flight:
-            self.metrics.overlapped_steps.inc()
-        logger.debug(
-            "launched step=%d chunks=%d tokens=%d",
-            plan.step_id,
-            len(plan.chunks),
-            plan.num_tokens,
-        )
-        self._in_flight.append((plan, self._runner.launch(plan)))
-        self.metrics.step_tokens.observe(plan.num_tokens)
-
-    def _start(self, live: LiveRequest, now_s: float) -> None:
-        if live.scheduled_s is not None:  # resumed after a preemption
-            return
-        self._accounts.start(live, now_s)
-        self._intake.leave_queue(live)
-        live.stream.start()
+            live = self._by_sequence[load.sequence_id]
+            if live.scheduled_s is not None:  # resumed after a preemption
+                continue
+            self._accounts.start(live, self._clock())
+            self._intake.leave_queue(live)
+            live.stream.start()
 
     def _retire(self) -> None:
-        plan, in_flight = self._in_flight.popleft()
         self._waker.flush()  # before it may take long
-        result = in_flight.result()
+        plan, result = self._in_flight.retire()
         now_s = self._clock()
-        self._note_step(plan, result)
         stopped = self._match_stops(result)
+        self._steps.lap("detokenize")
+        self._note_step(plan, result)
         for update in self._scheduler.commit(plan, result, stopped):
             self._deliver(update, now_s)
 
@@ -293,11 +301,21 @@ class Engine:
                 return
             self._accounts.add_token(live, before_s=before_s, now_s=now_s)
         if update.finish is not None:
-            self._finish(request, update.finish)
+            self._finish(request, update.finish, now_s=now_s)
 
-    def _finish(self, request: Request, outcome: FinishReason | JaxserveError) -> None:
-        """Ends a request, whatever the cause; the only place that gives back what it held."""
-        now_s = self._clock()
+    def _finish(
+        self,
+        request: Request,
+        outcome: FinishReason | JaxserveError,
+        *,
+        now_s: float | None = None,
+    ) -> None:
+        """Ends a request, whatever the cause; the only place that gives back what it held.
+
+        Args:
+          now_s: when its last token was on the host, where that ends it.
+        """
+        now_s = self._clock() if now_s is None else now_s
         live = self._intake.remove(request, now_s=now_s)
         if live is None:
             return  # it has ended: an abort that came late

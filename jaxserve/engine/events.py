@@ -18,12 +18,17 @@ class Usage:
 class Timings:
     """Where a request's time went, in seconds; 0.0 for a phase that was never reached.
 
+    Queue, prefill, decode and delivery follow each other without a gap. The end is when the last
+    token was on the host, or what else ended the request: a cancel, a deadline, an error.
+
     Attributes:
       queue_s: arrival to first scheduled, or to the end where it never was.
-      prefill_s: first scheduled to the first token on the host.
+      prefill_s: first scheduled to the first token on the host, or to the end where none was.
       time_to_first_token_s: arrival to the first token on the host.
       decode_s: first token to the end.
       compile_s: compilation this request waited for; 0.0 when every shape was warm.
+      delivery_s: the end until the reader has the terminal event and all before it is accepted.
+      delivery_sum_s: on the host until accepted, added up over the tokens accepted by then.
     """
 
     queue_s: float = 0.0
@@ -31,6 +36,8 @@ class Timings:
     time_to_first_token_s: float = 0.0
     decode_s: float = 0.0
     compile_s: float = 0.0
+    delivery_s: float = 0.0
+    delivery_sum_s: float = 0.0
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -78,6 +85,7 @@ class Finished:
 
     Attributes:
       matched_stop: with STOP, the stop string or the stop token id that ended it.
+      end_s: when it ended, on the engine's clock; not compared.
     """
 
     index: int
@@ -86,6 +94,7 @@ class Finished:
     usage: Usage
     timings: Timings
     execution: ExecutionInfo
+    end_s: float = dataclasses.field(default=0.0, compare=False, repr=False)
 
 
 Event = Started | Delta | Finished

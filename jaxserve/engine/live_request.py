@@ -1,10 +1,11 @@
 """A request while it is in the engine: its stream, its stops, its stamps and accounts."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from jaxserve.engine.events import ExecutionInfo, Finished, Timings, Usage
+from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.engine.stream import Decoder, Delivery, Stream, Waker
 from jaxserve.errors import DeadlineError, JaxserveError
 from jaxserve.metrics import error_label
@@ -127,8 +128,9 @@ class LiveRequest:
             reason=outcome,
             matched_stop=self._matched_stop(outcome),
             usage=Usage(prompt_tokens=len(self.request.prompt), completion_tokens=self.num_output),
-            timings=self._timings(now_s),
+            timings=self.timings(now_s),
             execution=self._execution(),
+            end_s=now_s,
         )
         self.stream.finish(finished, last_text=self.stops.flush() if self.stops else "")
 
@@ -139,15 +141,16 @@ class LiveRequest:
             return self.stops.matched
         return self.last_token_id
 
-    def _timings(self, now_s: float) -> Timings:
+    def timings(self, end_s: float) -> Timings:
+        """Returns the phases of a request that ends then, delivery excepted."""
         arrival_s = self.request.arrival_s
-        scheduled_s = now_s if self.scheduled_s is None else self.scheduled_s
-        first_s = self.first_token_s
+        scheduled_s = end_s if self.scheduled_s is None else self.scheduled_s
+        first_s = end_s if self.first_token_s is None else self.first_token_s
         return Timings(
             queue_s=scheduled_s - arrival_s,
-            prefill_s=0.0 if first_s is None else first_s - scheduled_s,
-            time_to_first_token_s=0.0 if first_s is None else first_s - arrival_s,
-            decode_s=0.0 if first_s is None else now_s - first_s,
+            prefill_s=first_s - scheduled_s,
+            time_to_first_token_s=0.0 if self.first_token_s is None else first_s - arrival_s,
+            decode_s=end_s - first_s,
             compile_s=self.compile_s,
         )
 
@@ -169,7 +172,7 @@ def build_live_request(
     max_bytes: int,
     waker: Waker,
     on_cancel: Callable[[], None],
-    on_delivery: Callable[[Sequence[float]], None],
+    reader: ReaderAccount,
     delivery: Delivery,
 ) -> LiveRequest:
     """Returns the request with its stream; with stop strings its text is made on this side."""
@@ -189,7 +192,7 @@ def build_live_request(
         decoder=None if stops else decoder,
         waker=waker,
         on_cancel=on_cancel,
-        on_delivery=on_delivery,
+        reader=reader,
         delivery=delivery,
     )
     return LiveRequest(request=request, stream=stream, stops=stops)

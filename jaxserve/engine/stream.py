@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from jaxserve.engine.events import Delta, Event, Finished, Started
+from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.errors import JaxserveError
 
 TOKEN_BYTES = 8  # of an unread token id, for the buffer's account
@@ -58,6 +59,7 @@ class Stream:
     Attributes:
       request_id: as asked, or as made by the engine.
       prompt_tokens: length of the prompt.
+      reader: the time that passes on the reader's side.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Stream:
         decoder: Decoder | None,
         waker: Waker,
         on_cancel: Callable[[], None],
-        on_delivery: Callable[[Sequence[float]], None],
+        reader: ReaderAccount,
         delivery: Delivery = "taken",
     ) -> None:
         """Args:
@@ -77,8 +79,6 @@ class Stream:
         decoder: run by the reader over tokens that came without text; None where all have text.
         waker: told of a waiting task at each event; flushed by the engine.
         on_cancel: called at most once, by any thread, and never after the end.
-        on_delivery: called by the reader's thread with the times at which delivered tokens were
-          on the host.
         """
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
@@ -86,7 +86,7 @@ class Stream:
         self._decoder = decoder
         self._waker = waker
         self._on_cancel = on_cancel
-        self._on_delivery = on_delivery
+        self.reader = reader
         self._delivery = delivery
         self._changed = threading.Condition()
         # shared, under _changed
@@ -162,7 +162,7 @@ class Stream:
                     self._changed.wait_for(self._is_ready)
                 yield self._take()
         finally:
-            self.cancel()
+            self._leave()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         """The same for a task, without a thread: the engine wakes the event loop."""
@@ -172,7 +172,11 @@ class Stream:
                     await future
                 yield self._take()
         finally:
-            self.cancel()
+            self._leave()
+
+    def _leave(self) -> None:
+        self.cancel()
+        self.reader.close()
 
     def call_at_end(self, on_end: Callable[[], None]) -> None:
         """Has `on_end` called once at the end, by the engine's thread; now, where it has ended.
@@ -188,7 +192,11 @@ class Stream:
 
     def acknowledge(self, ready_s: Sequence[float]) -> None:
         """Tells that tokens were carried on: the `ready_s` of their deltas."""
-        self._on_delivery(ready_s)
+        self.reader.deliver(ready_s)
+
+    def complete(self, finished: Finished) -> Finished:
+        """Returns this stream's end with its delivery, all tokens having been carried on."""
+        return self.reader.complete(finished)
 
     def cancel(self) -> None:
         """Asks the engine to end the request; nothing happens where it has ended."""
@@ -237,20 +245,25 @@ class Stream:
             texts, self._texts = self._texts, []
             self._num_bytes = 0
         text = "".join(texts)
-        if self._decoder is not None:
-            text += self._decoder.push(undecoded) if undecoded else ""
-            if isinstance(end, Finished) and not self._is_flushed:
-                self._is_flushed = True
-                text += self._decoder.flush()
+        text += self.reader.decode(lambda: self._decode(undecoded, end))
         if ready_s and self._delivery == "taken":
-            self._on_delivery(ready_s)
+            self.reader.deliver(ready_s)
         if token_ids or text:
             return Delta(index=0, text=text, token_ids=tuple(token_ids), ready_s=tuple(ready_s))
         assert end is not None, "woken for nothing"
         self._is_over = True
         if isinstance(end, JaxserveError):
             raise end
-        return end
+        return self.complete(end) if self._delivery == "taken" else end
+
+    def _decode(self, token_ids: list[int], end: Finished | JaxserveError | None) -> str:
+        if self._decoder is None:
+            return ""
+        text = self._decoder.push(token_ids) if token_ids else ""
+        if isinstance(end, Finished) and not self._is_flushed:
+            self._is_flushed = True
+            text += self._decoder.flush()
+        return text
 
 
 def _resolve(futures: list[asyncio.Future[None]]) -> None:

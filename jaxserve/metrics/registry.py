@@ -19,6 +19,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from jaxserve import errors
+from jaxserve.plan import HOST_PHASES
 from jaxserve.request import FinishReason
 
 PREFIX: Final = "jaxserve_"
@@ -55,6 +56,7 @@ class Metrics:
         self._by_sample: dict[str, _Family] = {}
         self._make_requests()
         self._make_steps()
+        self._make_costs()
         self._make_mechanisms()
         self._make_levels()
         self._make_times()
@@ -109,6 +111,27 @@ class Metrics:
         )
         self.offered_rows = self._counter("offered_rows", "Row-steps that the steps' batch held.")
 
+    def _make_costs(self) -> None:
+        """Where the engine thread's and the device's time went; 0 with measure.phases off."""
+        self.step_host_seconds = self._counter(
+            "step_host_seconds", "The engine thread's time, by what it did.", "phase"
+        )
+        self.step_device_seconds = self._counter(
+            "step_device_seconds", "Device busy with steps, by the forward's bucket.", "bucket"
+        )
+        self.step_gap_seconds = self._counter(
+            "step_gap_seconds", "Device without work while there were requests: the host gap."
+        )
+        self.step_communication_seconds = self._counter(
+            "step_communication_seconds", "Of the device's, in collectives: none on one device."
+        )
+        self.reader_detokenize_seconds = self._counter(
+            "reader_detokenize_seconds",
+            "Tokens turned into text by the streams' readers, beside the engine thread.",
+        )
+        for phase in HOST_PHASES:
+            self.step_host_seconds.labels(phase=phase)
+
     def _make_mechanisms(self) -> None:
         """Each proves that its mechanism ran."""
         self.preemptions = self._counter("preemptions", "Sequences that gave pages and row back.")
@@ -147,6 +170,9 @@ class Metrics:
             "kv_used_bytes", "Bytes of page rows holding a computed token."
         )
         self.kv_stranded_bytes = self._gauge("kv_stranded_bytes", "Reserved less used.")
+        self.host_gap_ratio = self._gauge(
+            "host_gap_ratio", "Host gap by gap and busy device together, since the start, 0 to 1."
+        )
 
     def _make_times(self) -> None:
         seconds = LATENCY_BUCKETS_S

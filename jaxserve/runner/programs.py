@@ -64,7 +64,7 @@ def bucket_name(bucket: Bucket | OutputBucket) -> str:
     """Returns the metrics' word for a bucket: `8x1+64` of a forward, `8 greedy` of an output."""
     if isinstance(bucket, OutputBucket):
         return f"{bucket.rows} {bucket.variant}"
-    return f"{bucket.decode_seqs}x{bucket.verify_tokens}+{bucket.chunk_tokens}"
+    return bucket.name
 
 
 def program_keys(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,7 @@ from jaxserve.metrics import Metrics
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.params import Params
 from jaxserve.model.sampling import Variant
-from jaxserve.plan import Bucket, Chunk, PageCopy, RowLoad, StepLimits, StepPlan
+from jaxserve.plan import NO_LAPS, Bucket, Chunk, Laps, PageCopy, RowLoad, StepLimits, StepPlan
 from jaxserve.request import SamplingParams
 from jaxserve.runner import state, steps
 from jaxserve.runner.batch import build_output_rows, build_packed, find_plan_bucket
@@ -138,32 +137,35 @@ class Runner:
     def num_pages(self) -> int:
         return self._spec.num_pages
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan, laps: Laps = NO_LAPS) -> LaunchedStep:
         """Dispatches row loads, page copies, forward and output; returns without waiting.
+
+        Args:
+          laps: told of build and dispatch; the step tells it of the rest.
 
         Raises:
           RecompileError: something was compiled since warm-up, and the configuration forbids it.
         """
         assert plan.has_work, f"an empty plan cannot be launched: {plan}"
-        launched_s = time.perf_counter()
         with jax.transfer_guard("disallow"):
-            self._load_rows(plan.row_loads)
+            self._load_rows(plan.row_loads, laps)
             self._copy_pages(plan.copies)
-            step = self._run_step(plan, launched_s)
+            step = self._run_step(plan, laps)
         step.start_copy()
         self._check_no_recompile()
+        laps.lap("dispatch")
         return step
 
-    def _run_step(self, plan: StepPlan, launched_s: float) -> LaunchedStep:
+    def _run_step(self, plan: StepPlan, laps: Laps) -> LaunchedStep:
         bucket = find_plan_bucket(plan, self._scheme)
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         output = self._scheme.find_output(len(sampling), self._find_variant(sampling))
-        packed_I, rows_3R = jax.device_put(
-            (
-                build_packed(plan, bucket, self._spec),
-                build_output_rows(plan, bucket, output, self._spec),
-            )
+        arrays = (
+            build_packed(plan, bucket, self._spec),
+            build_output_rows(plan, bucket, output, self._spec),
         )
+        laps.lap("build")
+        packed_I, rows_3R = jax.device_put(arrays)
         held = self._state
         self._kv, page_table_BP, self._hidden_TD, result = self._run["forward", bucket](
             self._params, self._kv, held.page_table_BP, self._hidden_TD, held.last_token_B, packed_I
@@ -187,21 +189,25 @@ class Runner:
             metrics=self._metrics,
             sequence_ids=tuple(chunk.sequence_id for chunk in sampling),
             bucket=bucket,
-            launched_s=launched_s,
+            laps=laps,
         )
 
-    def _load_rows(self, loads: Sequence[RowLoad]) -> None:
+    def _load_rows(self, loads: Sequence[RowLoad], laps: Laps) -> None:
         if not loads:
             return
         for load in loads:
             self._row_sampling[load.row] = load.sampling
         for packed_LI in state.build_row_loads(loads, self._spec):
+            laps.lap("build")
             self._state = self._run["row_load", None](self._state, jax.device_put(packed_LI))
+            laps.lap("dispatch")
         for triples_3I in state.build_counts(loads, self._spec):
+            laps.lap("build")
             rows = self._state.sampling
             counts_BV = self._run["counts", None](rows.counts_BV, jax.device_put(triples_3I))
             rows = dataclasses.replace(rows, counts_BV=counts_BV)
             self._state = dataclasses.replace(self._state, sampling=rows)
+            laps.lap("dispatch")
 
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         for first in range(0, len(copies), steps.COPY_WIDTH):
@@ -225,7 +231,10 @@ class Runner:
         metrics = self._metrics
         for bucket in self._scheme.forwards:
             name = bucket_name(bucket)
-            for counter in (metrics.steps, metrics.real_tokens, metrics.padded_tokens):
+            for counter in (
+                metrics.steps, metrics.real_tokens, metrics.padded_tokens,
+                metrics.step_device_seconds,
+            ):  # fmt: skip
                 counter.labels(bucket=name)
         for output in self._scheme.outputs:
             metrics.output_programs.labels(bucket=bucket_name(output), variant=output.variant)

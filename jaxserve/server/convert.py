@@ -252,6 +252,8 @@ def build_timings(timings: events.Timings) -> generation_pb2.Timings:
         time_to_first_token=_duration(timings.time_to_first_token_s),
         decode=_duration(timings.decode_s),
         compile=_duration(timings.compile_s),
+        delivery=_duration(timings.delivery_s),
+        delivery_sum=_duration(timings.delivery_sum_s),
     )
 
 

@@ -45,7 +45,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request_id = find_request_id(message.request_id, context)
         async with self._edge.call(context, "Generate", request_id):
             async with self._open_stream(message, context, request_id) as stream:
-                replies = self._replies(message, interval=MAX_DELTA_TOKENS)
+                replies = self._replies(message, stream, interval=MAX_DELTA_TOKENS)
                 messages = [reply async for event in stream for reply in replies.push(event)]
             response = convert.build_response(messages)
             self._edge.check_size(response)
@@ -61,7 +61,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             self._edge.call(context, "StreamGenerate", request_id),
             self._open_stream(message, context, request_id) as stream,
         ):
-            replies = self._replies(message, interval=message.output.stream_interval or 1)
+            interval = message.output.stream_interval or 1
+            replies = self._replies(message, stream, interval=interval)
             async for event in stream:
                 for reply in replies.push(event):
                     await context.write(reply)
@@ -131,8 +132,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             submitted.add_done_callback(_cancel_stream)
             raise
 
-    def _replies(self, message: generation_pb2.GenerateRequest, *, interval: int) -> Replies:
-        return Replies(message.output, self._get_engine().model, interval=interval)
+    def _replies(
+        self, message: generation_pb2.GenerateRequest, stream: Stream, *, interval: int
+    ) -> Replies:
+        model = self._get_engine().model
+        return Replies(message.output, model, interval=interval, complete=stream.complete)
 
     async def _in_thread[T](self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)

@@ -1,6 +1,6 @@
 """One request's events as the messages of its stream."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from jaxserve.engine.events import Delta, Event, Finished, Started
@@ -18,13 +18,20 @@ class Replies:
     """
 
     def __init__(
-        self, output: generation_pb2.OutputOptions, model: ServedModel, *, interval: int
+        self,
+        output: generation_pb2.OutputOptions,
+        model: ServedModel,
+        *,
+        interval: int,
+        complete: Callable[[Finished], Finished],
     ) -> None:
         """Args:
         interval: tokens to gather before a delta is sent.
+        complete: adds what is known of delivery to the end, when all before it is sent.
         """
         self._output = output
         self._model = model
+        self._complete = complete
         self._interval = min(interval, MAX_DELTA_TOKENS)
         self._start: generation_pb2.GenerationStart | None = None
         self._texts: list[str] = []
@@ -47,7 +54,7 @@ class Replies:
             case Finished():
                 yield from self._take_start()
                 yield from self._take_delta()
-                finish = convert.build_finish(event, self._output)
+                finish = convert.build_finish(self._complete(event), self._output)
                 yield generation_pb2.StreamGenerateResponse(finish=finish)
 
     def take_sent(self) -> list[float]:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from jaxserve.engine.events import Delta, Event, ExecutionInfo, Finished, Started, Timings, Usage
+from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.engine.stream import TOKEN_BYTES, Stream, Waker
 from jaxserve.errors import NumericsError
+from jaxserve.metrics import Metrics
 from jaxserve.request import FinishReason
 
 FINISHED = Finished(
@@ -44,7 +46,6 @@ class Source:
 
     def __init__(self, *, max_bytes: int = 1 << 20, decoder: Letters | None = None) -> None:
         self.num_cancels = 0
-        self.delivered: list[float] = []
         self.waker = Waker()
         self.stream = Stream(
             request_id="a",
@@ -53,7 +54,7 @@ class Source:
             decoder=decoder,
             waker=self.waker,
             on_cancel=self._count_cancel,
-            on_delivery=self.delivered.extend,
+            reader=ReaderAccount(Metrics(), lambda: 0.0, times_decoding=False),
         )
 
     def _count_cancel(self) -> None:

@@ -4,7 +4,7 @@ import sys
 from typing import override
 
 from jaxserve.cli.main import main
-from jaxserve.plan import StepPlan
+from jaxserve.plan import NO_LAPS, Laps, StepPlan
 from jaxserve.runner import runner
 from jaxserve.runner.in_flight import LaunchedStep
 
@@ -15,10 +15,10 @@ class BrokenRunner(runner.Runner):
     """A runner that fails once it has run for a while."""
 
     @override
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan, laps: Laps = NO_LAPS) -> LaunchedStep:
         if plan.step_id >= FAILS_AT:
             raise RuntimeError("planted: the device is gone")
-        return super().launch(plan)
+        return super().launch(plan, laps)
 
 
 runner.Runner = BrokenRunner  # type: ignore[misc]  # engine/start.py takes it from there

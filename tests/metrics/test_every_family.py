@@ -80,6 +80,21 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "sampler_fallbacks": ("device", {"": 2}),
     "useful_rows": ("script", {"": 21}),  # offered less the surplus
     "offered_rows": ("script", {"": 24}),
+    # the fake runner builds nothing; a launch takes 1 and a result 0.5
+    "step_host_seconds": ("script", {"dispatch": 15 * 1, "wait": 15 * 0.5}),
+    "step_device_seconds": (
+        "script",  # from the end of a launch, or the result before it, to the result; 19.5 in all
+        {
+            "0x1+6": 1.5 * 4,  # 1, 2, 7, 14
+            "2x1+0": 1.5 * 2,  # 3, 4
+            "1x1+0": 1.5 * 3 + 0.5 * 3,  # 5, 11, 12; 6, 13, 15: launched long before
+            "2x1+2": 1.5,  # 8
+            "3x1+0": 1.5 * 2,  # 9, 10
+        },
+    ),
+    "step_gap_seconds": ("script", {"": 1 + 1 + 1}),  # before the launches 1, 7, 14
+    "step_communication_seconds": ("script", {}),  # one device
+    "reader_detokenize_seconds": ("script", {}),  # the clock stands still meanwhile
     "preemptions": ("script", {"": 2}),
     "recomputed_tokens": ("script", {"": 4 + 4}),
     "chunked_prompts": ("script", {"": 2}),  # LONG's and SHORT's
@@ -100,6 +115,7 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "kv_reserved_bytes": ("script", {"": 4 * 400}),
     "kv_used_bytes": ("script", {"": (6 + 1 + 2) * 100}),
     "kv_stranded_bytes": ("script", {"": 700}),
+    "host_gap_ratio": ("script", {"": 3 / 22.5}),
     "queue_seconds": ("script", [0, 1, 7.5, 1]),
     "prefill_seconds": ("script", [4, 4.5, 3, 3]),
     "decode_seconds": ("script", [4.5, 14, 0, 9]),

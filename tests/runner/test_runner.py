@@ -87,7 +87,6 @@ def test_a_step_that_samples_nothing_has_an_empty_result(driver: Driver) -> None
     result = driver.step((row, 5))
     assert result.token_ids == {}
     assert result.not_finite == frozenset()
-    assert result.device_s > 0
 
 
 def test_a_result_can_be_read_once(driver: Driver) -> None:

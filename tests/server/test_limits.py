@@ -8,10 +8,12 @@ import pytest
 
 from jaxserve.client import AsyncClient, BadRequestError, OverloadedError
 from jaxserve.config import LimitsSection
+from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.engine.stream import Delivery, Stream, Waker
 from jaxserve.errors import SlowReaderError
 from jaxserve.gen import generation_pb2
 from jaxserve.request import GenerationRequest
+from tests.engines import Clock
 from tests.fakes import VOCAB_SIZE
 from tests.server.harness import Running, Steps, connect, raw_stub, read_rest, run_server, until
 
@@ -159,8 +161,8 @@ class HandFed:
 
     def __init__(self, running: Running) -> None:
         self.cancelled: list[str] = []
-        self.delivered: list[float] = []
         self._submit = running.engine.submit
+        self._reader = ReaderAccount(running.engine.metrics, Clock(), times_decoding=False)
         self._waker = Waker()
         self._stream: Stream | None = None
         running.engine.submit = self.submit  # type: ignore[method-assign]
@@ -175,7 +177,7 @@ class HandFed:
             decoder=None,
             waker=self._waker,
             on_cancel=lambda: self.cancelled.append(asked.id),
-            on_delivery=self.delivered.extend,
+            reader=self._reader,
             delivery=delivery,
         )
         self._stream.start()

@@ -28,6 +28,10 @@ FINISHED = Finished(
 )
 
 
+def build(options: generation_pb2.OutputOptions, *, interval: int) -> Replies:
+    return Replies(options, MODEL, interval=interval, complete=lambda finished: finished)
+
+
 def delta(text: str, *token_ids: int) -> Delta:
     return Delta(index=0, text=text, token_ids=token_ids)
 
@@ -37,7 +41,7 @@ def kinds(messages: list[generation_pb2.StreamGenerateResponse]) -> list[str | N
 
 
 def test_the_start_waits_for_the_first_output() -> None:
-    replies = Replies(generation_pb2.OutputOptions(), MODEL, interval=1)
+    replies = build(generation_pb2.OutputOptions(), interval=1)
     assert list(replies.push(STARTED)) == []
     assert kinds(list(replies.push(delta("a", 1)))) == ["start", "delta"]
     assert kinds(list(replies.push(delta("b", 2)))) == ["delta"]
@@ -45,13 +49,13 @@ def test_the_start_waits_for_the_first_output() -> None:
 
 
 def test_the_first_output_brings_the_start_though_its_text_is_held_back() -> None:
-    replies = Replies(generation_pb2.OutputOptions(), MODEL, interval=5)
+    replies = build(generation_pb2.OutputOptions(), interval=5)
     list(replies.push(STARTED))
     assert kinds(list(replies.push(delta("", 1)))) == ["start"]
 
 
 def test_an_output_of_nothing_has_a_start_and_a_finish() -> None:
-    replies = Replies(generation_pb2.OutputOptions(), MODEL, interval=1)
+    replies = build(generation_pb2.OutputOptions(), interval=1)
     list(replies.push(STARTED))
     assert kinds(list(replies.push(FINISHED))) == ["start", "finish"]
 
@@ -59,7 +63,7 @@ def test_an_output_of_nothing_has_a_start_and_a_finish() -> None:
 @pytest.mark.parametrize("interval", [1, 2, 3, 4, 9])
 def test_tokens_are_gathered_and_none_is_lost(interval: int) -> None:
     options = generation_pb2.OutputOptions(include_token_ids=True)
-    replies = Replies(options, MODEL, interval=interval)
+    replies = build(options, interval=interval)
     list(replies.push(STARTED))
     messages = []
     for i, text in enumerate("abcd"):
@@ -75,7 +79,7 @@ def test_tokens_are_gathered_and_none_is_lost(interval: int) -> None:
 def test_a_token_without_text_is_sent_where_ids_are_asked_for_and_else_not() -> None:
     for wanted, expected in ((True, ["start", "delta"]), (False, ["start"])):
         options = generation_pb2.OutputOptions(include_token_ids=wanted)
-        replies = Replies(options, MODEL, interval=1)
+        replies = build(options, interval=1)
         list(replies.push(STARTED))
         assert kinds(list(replies.push(delta("", 7)))) == expected
 
@@ -84,7 +88,7 @@ def test_the_finish_carries_the_accounts() -> None:
     for wanted in (True, False):
         options = generation_pb2.OutputOptions(include_execution_info=wanted)
         (_, message) = [
-            *Replies(options, MODEL, interval=1).push(STARTED),
+            *build(options, interval=1).push(STARTED),
             *_with_start(options).push(FINISHED),
         ]
         finish = message.finish
@@ -97,14 +101,14 @@ def test_the_finish_carries_the_accounts() -> None:
 
 
 def _with_start(options: generation_pb2.OutputOptions) -> Replies:
-    replies = Replies(options, MODEL, interval=1)
+    replies = build(options, interval=1)
     list(replies.push(STARTED))
     return replies
 
 
 def test_a_token_is_sent_with_the_message_that_carries_it() -> None:
     """So that what is gathered does not count as delivered before its message is written."""
-    replies = Replies(generation_pb2.OutputOptions(), MODEL, interval=3)
+    replies = build(generation_pb2.OutputOptions(), interval=3)
     events: list[Event] = [
         Delta(index=0, text="a", token_ids=(place,), ready_s=(float(place),)) for place in range(4)
     ]
