@@ -218,7 +218,10 @@ GOOD: Final = {"at_s": 0, "prompt_tokens": 4, "wanted_tokens": 2}
         ({"sampling": {"max_tokens": 2}}, "wanted_tokens and sampling.max_tokens are set"),
         ({"blocks": ["a"]}, "block_tokens is missing, but must be a number from"),
         ({"block_tokens": 4}, "block_tokens is set without blocks"),
-        ({"blocks": ["a", "b"], "block_tokens": 4}, "blocks has 2 keys, but fewer blocks of 4 hold all 4 tokens"),
+        (
+            {"blocks": ["a", "b"], "block_tokens": 4},
+            "blocks has 2 keys, but fewer blocks of 4 hold all 4 tokens",
+        ),
         ({"blocks": [1], "block_tokens": 4}, "blocks is [1], but must be a list of texts"),
     ],
     ids=str,

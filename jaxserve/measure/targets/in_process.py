@@ -1,0 +1,108 @@
+"""An engine of this process as a target: no transport between it and the replay."""
+
+import contextlib
+import resource
+import sys
+from collections.abc import AsyncGenerator
+
+from jaxserve.engine import Delta, Engine, Event, Finished, Stream
+from jaxserve.engine.limits import merge_sampling
+from jaxserve.errors import DeadlineError, JaxserveError
+from jaxserve.measure.records import ServerPhases
+from jaxserve.measure.server_metrics import Snapshot
+from jaxserve.measure.targets.base import Ask, End, Levels, Message, TargetError, TargetFacts
+from jaxserve.request import FinishReason, GenerationRequest
+
+
+class InProcessTarget:
+    """Replays against a started engine; whoever made it stops it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def describe(self) -> TargetFacts:
+        model, tokenizer = self._engine.model, self._engine.tokenizer
+        return TargetFacts(
+            backend="jaxserve in-process",
+            model=model.name,
+            vocab_size=model.vocab_size,
+            special_ids=tokenizer.special_ids | model.eos_ids,
+            max_model_tokens=model.max_model_tokens,
+        )
+
+    async def stream(self, ask: Ask, *, left_s: float | None) -> AsyncGenerator[Message | End]:
+        engine = self._engine
+        request = GenerationRequest(
+            prompt=ask.prompt,
+            sampling=merge_sampling(ask.sampling, engine.model.sampling_defaults),
+            id=ask.request_id,
+            priority=ask.priority,
+            deadline_s=None if left_s is None else engine.now() + left_s,
+        )
+        try:
+            stream = engine.submit(request)
+        except JaxserveError as error:
+            raise TargetError(str(error), outcome="refused") from error
+        with stream:
+            try:
+                async with contextlib.aclosing(_aiter(stream)) as events:
+                    async for event in events:
+                        match event:
+                            case Delta():
+                                yield Message(
+                                    num_tokens=len(event.token_ids), has_text=bool(event.text)
+                                )
+                            case Finished():
+                                yield _read_end(event)
+            except DeadlineError as error:
+                raise TargetError(str(error), outcome="timed_out") from error
+            except JaxserveError as error:
+                raise TargetError(str(error), outcome="failed") from error
+
+    async def read_metrics(self) -> Snapshot:
+        return Snapshot.of_registry(self._engine.metrics.registry)
+
+    async def read_levels(self) -> Levels:
+        metrics = self._engine.metrics
+        return Levels(
+            running=metrics.value("requests_running"),
+            waiting=metrics.value("requests_waiting"),
+            kv_usage=metrics.value("kv_usage_ratio"),
+            memory_bytes=peak_memory_bytes(),
+        )
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def peak_memory_bytes() -> float:
+    """Returns the most resident memory this process has had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def _aiter(stream: Stream) -> AsyncGenerator[Event]:
+    """Returns the stream's generator, which is to be closed with the request."""
+    events = stream.__aiter__()
+    assert isinstance(events, AsyncGenerator)
+    return events
+
+
+def _read_end(finished: Finished) -> End:
+    if finished.reason is FinishReason.CANCELLED:  # nobody here asked for that
+        raise TargetError("the engine cancelled it", outcome="failed")
+    usage, timings = finished.usage, finished.timings
+    return End(
+        finish_reason=finished.reason.value,
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        cached_prompt_tokens=usage.cached_prompt_tokens,
+        phases=ServerPhases(
+            queue_s=timings.queue_s,
+            prefill_s=timings.prefill_s,
+            decode_s=timings.decode_s,
+            delivery_s=timings.delivery_s,
+            compile_s=timings.compile_s,
+        ),
+        is_late=finished.reason is FinishReason.DEADLINE,
+    )

@@ -1,0 +1,260 @@
+"""Any OpenAI-compatible endpoint as a target: completions or chat, streamed over HTTP."""
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Final, Literal
+
+import httpx
+
+from jaxserve.errors import ConfigError
+from jaxserve.measure.server_metrics import Snapshot
+from jaxserve.measure.targets.base import Ask, End, Levels, Message, TargetError, TargetFacts
+from jaxserve.measure.targets.scrape import Scraper, levels_of
+from jaxserve.measure.targets.sse import EventReader
+
+Api = Literal["completions", "chat"]
+Extras = Literal["none", "vllm"]
+
+PLAIN: Final = frozenset(
+    {"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "max_tokens"}
+)
+# What vLLM takes beside OpenAI's.
+VLLM: Final = frozenset({"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"})
+LATE_STATUS: Final = frozenset({408, 504})
+REFUSED_STATUS: Final = frozenset({*range(400, 500), 503}) - LATE_STATUS
+CONNECT_TIMEOUT_S: Final = 30.0
+ERROR_CHARS: Final = 300
+
+
+class OpenAITarget:
+    """Replays against `URL/completions` or `URL/chat/completions`.
+
+    Tokens come from the server: by message where it gives `token_ids` or a running usage (vLLM's
+    extras), else from the usage at the end.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str = "",
+        api: Api = "completions",
+        extras: Extras = "none",
+        api_key: str | None = None,
+        metrics_url: str | None = None,
+        vocab_size: int = 0,
+        special_ids: frozenset[int] = frozenset(),
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """Args:
+        url: with its version, such as "http://127.0.0.1:8000/v1".
+        model: the name to ask for; "" is the first of `URL/models`.
+        extras: vllm sends what only vLLM understands, which gives outputs of exact lengths.
+        vocab_size, special_ids: of the model, which such an endpoint does not tell.
+        """
+        self._url = url.rstrip("/")
+        self._model = model
+        self._api = api
+        self._extras = extras
+        self._vocab_size = vocab_size
+        self._special_ids = special_ids
+        headers = {"Accept-Encoding": "identity"}
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
+        self._client = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            transport=transport,
+        )
+        self._scraper = None if metrics_url is None else Scraper(metrics_url)
+
+    async def describe(self) -> TargetFacts:
+        try:
+            response = await self._client.get(f"{self._url}/models")
+            response.raise_for_status()
+            models = response.json()["data"]
+            names = [str(model["id"]) for model in models]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise TargetError(
+                f"{self._url}/models does not list models: {_say(error)}", outcome="refused"
+            ) from error
+        if self._model and self._model not in names:
+            raise TargetError(
+                f"model {self._model!r} is not served there, but {', '.join(names)}",
+                outcome="refused",
+            )
+        if not names:
+            raise TargetError(f"{self._url}/models lists no model", outcome="refused")
+        self._model = self._model or names[0]
+        longest = next(m.get("max_model_len") for m in models if m["id"] == self._model)
+        return TargetFacts(
+            backend=f"openai {self._api}",
+            model=self._model,
+            vocab_size=self._vocab_size,
+            special_ids=self._special_ids,
+            max_model_tokens=longest if isinstance(longest, int) else 0,
+        )
+
+    async def stream(self, ask: Ask, *, left_s: float | None) -> AsyncGenerator[Message | End]:
+        """As `Target.stream`. The deadline cannot be told to such a server."""
+        path = "completions" if self._api == "completions" else "chat/completions"
+        body = self._build_body(ask)
+        headers = {"X-Request-Id": ask.request_id}
+        reading = _Reading(is_chat=self._api == "chat")
+        try:
+            async with self._client.stream(
+                "POST", f"{self._url}/{path}", json=body, headers=headers
+            ) as response:
+                await _check_status(response)
+                events = EventReader()
+                async for content in response.aiter_bytes():
+                    for text in events.feed(content):
+                        if (message := reading.take(text)) is not None:
+                            yield message
+        except httpx.ConnectError as error:
+            raise TargetError(f"no connection: {_say(error)}", outcome="refused") from error
+        except httpx.TimeoutException as error:
+            raise TargetError(f"no connection in time: {_say(error)}", outcome="refused") from error
+        except httpx.HTTPError as error:
+            raise TargetError(f"the connection broke: {_say(error)}", outcome="failed") from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise TargetError(
+                f"the stream is not OpenAI's: {_say(error)}", outcome="failed"
+            ) from error
+        yield reading.end()
+
+    async def read_metrics(self) -> Snapshot | None:
+        return await self._scraper.read() if self._scraper else None
+
+    async def read_levels(self) -> Levels:
+        return levels_of(await self.read_metrics())
+
+    async def close(self) -> None:
+        await self._client.aclose()
+        if self._scraper is not None:
+            await self._scraper.close()
+
+    def _build_body(self, ask: Ask) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._api == "completions":
+            body["prompt"] = ask.prompt if isinstance(ask.prompt, str) else list(ask.prompt)
+        elif isinstance(ask.prompt, str):
+            body["messages"] = [{"role": "user", "content": ask.prompt}]
+        else:
+            raise ConfigError(
+                "chat takes text, but the workload's prompts are token ids; use completions, or "
+                "name the model's tokenizer, so that they can be made text"
+            )
+        allowed = PLAIN | (VLLM if self._extras == "vllm" else frozenset())
+        if unknown := sorted(ask.sampling.keys() - allowed):
+            raise ConfigError(
+                f"{', '.join(unknown)}: not of OpenAI's API; --extras vllm sends it to servers "
+                "that take it"
+            )
+        body |= ask.sampling
+        if self._extras == "vllm":
+            body["stream_options"]["continuous_usage_stats"] = True
+            body["return_token_ids"] = True
+            if ask.priority:
+                body["priority"] = -ask.priority  # there, lower runs first
+        elif ask.priority:
+            raise ConfigError("priority: not of OpenAI's API; --extras vllm sends it")
+        return body
+
+
+class _Reading:
+    """What the events of one stream have said so far."""
+
+    def __init__(self, *, is_chat: bool) -> None:
+        self._is_chat = is_chat
+        self._finish_reason = ""
+        self._usage: Mapping[str, Any] = {}
+        self._num_told = 0  # output tokens of the messages that told theirs
+
+    def take(self, text: str) -> Message | None:
+        """Returns the event's part of the output, if it has one."""
+        if text.strip() == "[DONE]":
+            return None
+        event = json.loads(text)
+        if error := event.get("error"):
+            raise TargetError(f"the stream says {_shorten(error)}", outcome="failed")
+        usage = event.get("usage")
+        if usage:
+            self._usage = usage
+        choices = event.get("choices") or ()
+        if not choices:
+            return None
+        choice = choices[0]
+        self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        content = self._text_of(choice)
+        num_tokens = self._count(choice, usage)
+        if num_tokens is None and self._says_nothing(choice, content):
+            return None
+        return Message(num_tokens=num_tokens, has_text=bool(content))
+
+    def end(self) -> End:
+        """Returns the end.
+
+        Raises:
+          TargetError: the stream broke off before it.
+        """
+        if not self._finish_reason:
+            raise TargetError("the stream stopped before its end", outcome="failed")
+        details = self._usage.get("prompt_tokens_details") or {}
+        return End(
+            finish_reason=self._finish_reason,
+            prompt_tokens=self._usage.get("prompt_tokens"),
+            output_tokens=self._usage.get("completion_tokens"),
+            cached_prompt_tokens=details.get("cached_tokens"),
+        )
+
+    def _text_of(self, choice: Mapping[str, Any]) -> str:
+        if not self._is_chat:
+            return choice.get("text") or ""
+        delta = choice.get("delta") or {}
+        parts = (delta.get(name) for name in ("content", "reasoning_content", "reasoning"))
+        return "".join(part for part in parts if part)
+
+    def _count(self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None) -> int | None:
+        token_ids = choice.get("token_ids")
+        if token_ids is not None:
+            self._num_told += len(token_ids)
+            return len(token_ids)
+        if usage and usage.get("completion_tokens") is not None:
+            told = int(usage["completion_tokens"])
+            new, self._num_told = told - self._num_told, told
+            return new
+        return None
+
+    def _says_nothing(self, choice: Mapping[str, Any], content: str) -> bool:
+        """The role in front of a chat, and an end without text, are no part of the output."""
+        if content:
+            return False
+        is_role = "role" in (choice.get("delta") or {})
+        return is_role or bool(choice.get("finish_reason"))
+
+
+async def _check_status(response: httpx.Response) -> None:
+    if response.status_code == 200:
+        return
+    body = (await response.aread()).decode(errors="replace")
+    outcome: Literal["refused", "failed", "timed_out"] = "failed"
+    if response.status_code in LATE_STATUS:
+        outcome = "timed_out"
+    elif response.status_code in REFUSED_STATUS:
+        outcome = "refused"
+    raise TargetError(f"HTTP {response.status_code}: {_shorten(body)}", outcome=outcome)
+
+
+def _shorten(what: object) -> str:
+    text = " ".join(str(what).split())
+    return text if len(text) <= ERROR_CHARS else f"{text[:ERROR_CHARS]}…"
+
+
+def _say(error: Exception) -> str:
+    return _shorten(error) or type(error).__name__
