@@ -10,6 +10,7 @@ from jaxserve.config import (
     KVSection,
     LimitsSection,
     LogSection,
+    MeasureSection,
     RunnerSection,
     SchedulerSection,
 )
@@ -52,6 +53,7 @@ def build_engine(
     chat_template: str | None = None,
     metrics: Metrics | None = None,
     log: LogSection | None = None,
+    measure: MeasureSection | None = None,
     page_bytes: int = 0,
     reserve: Literal["on_demand", "max_length"] = "on_demand",
 ) -> tuple[Engine, FakeRunner]:
@@ -71,6 +73,7 @@ def build_engine(
         runner=RunnerSection(overlap=overlap),
         limits=bounds or LimitsSection(),
         log=log or LogSection(),
+        measure=measure or MeasureSection(),
     )
     model = ServedModel(
         name="bytes",

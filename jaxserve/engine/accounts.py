@@ -70,9 +70,8 @@ class Accounts:
                 RequestTrace(
                     request_id=request.id,
                     arrival_s=request.arrival_s,
-                    scheduled_s=live.scheduled_s,
-                    first_token_s=live.first_token_s,
                     end_s=now_s,
+                    timings=live.timings(now_s),
                     end=reason,
                     prompt_tokens=len(request.prompt),
                     output_tokens=live.num_output,

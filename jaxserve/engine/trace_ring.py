@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxserve.engine.events import Timings
 from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.plan import HostPhase
 
@@ -62,18 +63,18 @@ class Round:
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class RequestTrace:
-    """A request that has ended; None for a point that it never reached.
+    """A request that has ended.
 
     Attributes:
+      timings: its phases, from its arrival to its end without a gap; delivery is the reader's.
       end: the metrics' word for how it ended.
       reader: knows when all of it was delivered, which may be still to come.
     """
 
     request_id: str
     arrival_s: float
-    scheduled_s: float | None
-    first_token_s: float | None
     end_s: float
+    timings: Timings
     end: str
     prompt_tokens: int
     output_tokens: int

@@ -11,7 +11,7 @@ from jaxserve.config import Config
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import Params, init_params
-from jaxserve.plan import Chunk, InFlight, PageCopy, RowLoad, StepPlan, StepResult
+from jaxserve.plan import NO_LAPS, Chunk, InFlight, Laps, PageCopy, RowLoad, StepPlan, StepResult
 from jaxserve.request import SamplingParams
 from jaxserve.runner.programs import Programs
 from jaxserve.runner.runner import Runner
@@ -120,7 +120,12 @@ class Driver:
             stop_ids=stop_ids,
         )
 
-    def launch(self, *work: tuple[Row, int], copies: tuple[PageCopy, ...] = ()) -> InFlight:
+    def launch(
+        self,
+        *work: tuple[Row, int],
+        copies: tuple[PageCopy, ...] = (),
+        laps: Laps = NO_LAPS,
+    ) -> InFlight:
         loads, chunks = [], []
         for sequence, num_tokens in work:
             before = len(sequence.pages)
@@ -136,7 +141,7 @@ class Driver:
             row_loads=tuple(loads),
             copies=copies,
         )
-        return self.runner.launch(plan)
+        return self.runner.launch(plan, laps)
 
     def step(self, *work: tuple[Row, int]) -> StepResult:
         """Launches, waits, and books the sampled tokens."""

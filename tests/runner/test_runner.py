@@ -89,6 +89,37 @@ def test_a_step_that_samples_nothing_has_an_empty_result(driver: Driver) -> None
     assert result.not_finite == frozenset()
 
 
+class Heard:
+    """Laps as they come; steps are asked whether they are ready at each."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def lap(self, phase: str) -> None:
+        self.phases.append(phase)
+
+
+def test_a_step_tells_its_laps(driver: Driver) -> None:
+    """Row loads and their counts, then the step; and its result."""
+    heard, penalties = Heard(), SamplingParams(temperature=0.0, presence_penalty=0.5)
+    flight = driver.launch((driver.row(0, prompt_of(9), sampling=penalties), 9), laps=heard)
+    assert heard.phases == ["build", "dispatch"] * 3
+    flight.result()
+    assert heard.phases[6:] == ["wait", "readback"]
+    assert flight.is_ready()
+
+
+def test_whether_a_step_is_ready_is_asked_without_waiting_and_true_in_the_end(
+    driver: Driver,
+) -> None:
+    flights = [driver.launch((driver.row(row, prompt_of(16)), 16)) for row in range(4)]
+    while not flights[-1].is_ready():  # hangs, were it never ready by itself
+        pass
+    assert all(flight.is_ready() for flight in flights)
+    for flight in flights:
+        flight.result()
+
+
 def test_a_result_can_be_read_once(driver: Driver) -> None:
     flight = driver.launch((driver.row(0, prompt_of(3)), 3))
     flight.result()
