@@ -6,7 +6,7 @@ import sys
 from typing import Final
 
 import jaxserve
-from jaxserve.cli import batch, buckets, chat, config, convert, generate, info, serve
+from jaxserve.cli import batch, buckets, chat, config, convert, generate, info, serve, workload
 
 DESCRIPTION: Final = """\
 A measured serving runtime for language models on one node.
@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     config.add_parser(commands)
     buckets.add_parser(commands)
     info.add_parser(commands)
+    workload.add_parser(commands)
     return parser
 
 

@@ -14,6 +14,7 @@ from jaxserve.measure.workload.entry import (
 )
 from jaxserve.measure.workload.values import (
     MAX_COUNT,
+    MAX_SECONDS,
     FieldError,
     check_names,
     check_unicode,
@@ -24,7 +25,6 @@ from jaxserve.measure.workload.values import (
     word,
 )
 
-MAX_SECONDS: Final = 1e9
 MARK: Final = "jaxserve_workload"  # the header's key, with the format's version
 
 # What an entry may set of the sampling: type, least and greatest.

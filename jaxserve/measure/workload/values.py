@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 MAX_COUNT: Final = (1 << 31) - 1
+MAX_SECONDS: Final = 1e9
 
 
 class FieldError(ValueError):
