@@ -52,6 +52,23 @@ async def test_the_unary_answer_is_the_stream_put_together() -> None:
             assert finish.usage == whole.usage
 
 
+async def test_the_phases_and_delivery_fit_in_the_clients_own_time() -> None:
+    async with run_server(clock=time.monotonic) as running, connect(running) as client:
+        for is_stream in (True, False):
+            sent_s = time.monotonic()
+            if is_stream:
+                *_, end = [event async for event in client.stream("Hi!", max_tokens=5)]
+                assert isinstance(end, Finish)
+                timings = end.timings
+            else:
+                timings = (await client.generate("Hi!", max_tokens=5)).timings
+            took_s = time.monotonic() - sent_s
+            phases = (timings.queue_s, timings.prefill_s, timings.decode_s, timings.delivery_s)
+            assert all(seconds > 0 for seconds in phases)
+            assert sum(phases) < took_s
+            assert (timings.delivery_sum_s > 0) is is_stream
+
+
 async def test_the_tokens_are_the_engines() -> None:
     async with run_server(script=None) as running, connect(running) as client:
         result = await client.generate(

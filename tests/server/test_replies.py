@@ -1,5 +1,7 @@
 """A stream's events as messages."""
 
+import dataclasses
+
 import pytest
 
 from jaxserve.engine import (
@@ -118,3 +120,22 @@ def test_a_token_is_sent_with_the_message_that_carries_it() -> None:
         for message in replies.push(event)
     ]
     assert sent == [("delta", [0, 1, 2]), ("delta", [3]), ("finish", [])]
+
+
+def test_the_end_is_completed_when_all_before_it_has_gone_out() -> None:
+    """So that its delivery is that of the last token too, which was still gathered."""
+    told: list[str | None] = []
+
+    def complete(finished: Finished) -> Finished:
+        told.append("complete")
+        return dataclasses.replace(finished, timings=Timings(delivery_s=0.5, delivery_sum_s=1.25))
+
+    replies = Replies(generation_pb2.OutputOptions(), MODEL, interval=3, complete=complete)
+    finish = generation_pb2.GenerationFinish()
+    for event in (STARTED, delta("a", 1), FINISHED):
+        for message in replies.push(event):
+            told.append(message.WhichOneof("event"))
+            finish = message.finish
+    assert told == ["start", "delta", "complete", "finish"]
+    assert finish.timings.delivery.ToNanoseconds() == 500_000_000
+    assert finish.timings.delivery_sum.ToNanoseconds() == 1_250_000_000
