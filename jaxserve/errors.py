@@ -7,6 +7,7 @@ JaxserveError
 ├── CapacityError            the model, its programs and its KV pool do not fit the machine
 ├── BatchError               a batch's input or output file will not do
 ├── WorkloadError            a workload, or a trace to make one of, will not do
+├── ResultError              a benchmark's result cannot be read, or two cannot be compared
 ├── RecompileError           a shape was compiled after warm-up
 ├── RequestError             something about one request; the request ends, nothing else does
 │   ├── InvalidRequestError      a field's value is not allowed
@@ -58,6 +59,10 @@ class WorkloadError(JaxserveError):
     def __init__(self, message: str, *, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.problems = problems or (message,)
+
+
+class ResultError(JaxserveError):
+    """A benchmark's result cannot be read or written, or two are not of the same thing."""
 
 
 class RecompileError(JaxserveError):

@@ -66,6 +66,7 @@ TABLE: Final[Mapping[type[errors.JaxserveError], Row]] = {
     errors.CapacityError: _INTERNAL,
     errors.BatchError: _INTERNAL,
     errors.WorkloadError: _INTERNAL,
+    errors.ResultError: _INTERNAL,
     errors.RecompileError: _INTERNAL,
     errors.RequestError: _INTERNAL,
     errors.JaxserveError: _INTERNAL,
