@@ -142,6 +142,12 @@ def test_a_wrong_value_is_blamed_on_the_source_that_won(
     assert "'auto', 'float32' or 'bfloat16'" in text
 
 
+def test_keys_that_contradict_each_other_are_told_with_their_source(tmp_path: Path) -> None:
+    path = write(tmp_path, "[measure]\ntrace_steps = 5\n")
+    text = message(path, measure__phases=False)
+    assert text == "flags: measure.trace_steps needs phases = true; or set trace_steps = 0"
+
+
 def test_an_endless_limit_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "[limits]\nqueue_timeout_s = inf\n")
     assert "limits.queue_timeout_s is inf, but input should be a finite number" in message(path)

@@ -5,6 +5,8 @@ import os
 
 from jaxserve.cli import exit_codes
 from jaxserve.cli.options import add_metrics_options, add_model_options, read_config
+from jaxserve.cli.recording import recording
+from jaxserve.engine import Engine
 from jaxserve.metrics import Metrics
 
 EPILOG = """\
@@ -49,7 +51,13 @@ def run(options: argparse.Namespace) -> int:
 
     config = read_config(options).config
     metrics = Metrics()
-    with serving_metrics(metrics, config.metrics):
-        code = serve(lambda: load_engine(options.model, config, metrics=metrics), config, metrics)
+    with serving_metrics(metrics, config.metrics), recording(config) as attach:
+
+        def load() -> Engine:
+            engine = load_engine(options.model, config, metrics=metrics)
+            attach(engine)
+            return engine
+
+        code = serve(load, config, metrics)
     has_failed = code != 0
     return exit_codes.INTERNAL if has_failed else exit_codes.OK

@@ -261,7 +261,10 @@ def _did_you_mean(name: str, known: list[str]) -> str:
 def _describe(details: Any, sources: Sequence[_Source]) -> str:  # noqa: ANN401  # pydantic's dict
     """Returns one error: `FILE: KEY is VALUE, but …`."""
     section, *rest = (str(part) for part in details["loc"])
-    where = [source.where for source in sources if rest[0] in source.values.get(section, {})][-1]
     wanted = details["msg"].removeprefix("Value error, ")
+    if not rest:  # keys that contradict each other; the last source that sets one is named
+        where = [source.where for source in sources if section in source.values][-1]
+        return f"{where}: {section}.{wanted}"
+    where = [source.where for source in sources if rest[0] in source.values.get(section, {})][-1]
     wanted = wanted[0].lower() + wanted[1:]
     return f"{where}: {'.'.join([section, *rest])} is {details['input']!r}, but {wanted}"

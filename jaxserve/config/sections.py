@@ -206,7 +206,7 @@ class MetricsSection(Section):
 
 
 class MeasureSection(Section):
-    """What the engine times of itself (docs/metrics.md)."""
+    """What the engine times of itself (docs/metrics.md) and records (docs/measuring.md)."""
 
     phases: bool = pydantic.Field(
         True, description="Time each step's phases on the host and the device."
@@ -216,6 +216,20 @@ class MeasureSection(Section):
         ge=0,
         le=100_000,
         description="Last steps and requests that are kept for a trace; 0 is off. Needs phases.",
+    )
+
+    record_path: Path | None = pydantic.Field(
+        None,
+        description="File that serve records its requests in, as a workload. Unset: none.",
+    )
+    record_content: bool = pydantic.Field(
+        False, description="Record the prompts' token ids too, not only what they share."
+    )
+    record_max_entries: int = pydantic.Field(
+        100_000, ge=1, le=10_000_000, description="Requests of a recording; the rest is counted."
+    )
+    record_max_bytes: int = pydantic.Field(
+        256 * MIB, ge=1, description="Bytes of a recording; what does not fit is counted."
     )
 
     @pydantic.model_validator(mode="after")

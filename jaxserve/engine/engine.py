@@ -81,6 +81,7 @@ class Engine:
         )
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._listeners: list[Callable[[EngineState], None]] = []
+        self._taps: list[Callable[[Request, int], None]] = []
         self._intake = Intake(config.limits)  # where other threads and this one meet
         # the engine thread alone
         self._by_sequence: dict[int, LiveRequest] = {}
@@ -111,6 +112,11 @@ class Engine:
     def add_listener(self, listener: Callable[[EngineState], None]) -> None:
         """Has `listener` called with each new state, in the thread that changed it."""
         self._listeners.append(listener)
+
+    def add_tap(self, tap: Callable[[Request, int], None]) -> None:
+        """Has `tap` called, on the engine thread, with each request that ended and its output's
+        tokens. It must return at once and raise nothing: every request waits for it."""
+        self._taps.append(tap)
 
     def start(self) -> None:
         """Starts the engine thread; requests are accepted from here on."""
@@ -325,6 +331,8 @@ class Engine:
             self._scheduler.finish(request)
         self._accounts.finish(live, outcome, now_s)
         live.end(outcome, now_s=now_s)
+        for tap in self._taps:
+            tap(request, live.num_output)
 
     def _end_rest(self) -> None:
         self._take_inbox()

@@ -38,8 +38,8 @@ examples:
   jaxserve workload import --format vllm prompts.jsonl -o prompts.jsonl \\
       --concurrency 8 --output-tokens 64
 
-Requests without a prompt or an output are dropped and counted. Prompts that a
-file has as texts are the same in every run: a cache may know them from the last.
+Requests without a prompt or an output are dropped and counted. Prompts that SRC
+has as texts are the same in every run: a cache may know them from the last one.
 """
 
 

@@ -1,5 +1,6 @@
 """Workload files: JSON lines, the header first, then the entries, and last their count and hash."""
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -44,6 +45,8 @@ class OpenedWorkload:
 
     Attributes:
       end: None only where the caller does without.
+      counts: of lines left out, once the entries are through; "cut" is the last one of a file that
+        was cut in it, where the caller does without an end.
       entries: may be read once; its last step raises WorkloadError where any line was bad or the
         hash is another.
     """
@@ -51,6 +54,7 @@ class OpenedWorkload:
     header: Header
     end: WorkloadEnd | None
     entries: Iterator[WorkloadEntry]
+    counts: collections.Counter[str]
 
 
 def load_workload(path: Path | str) -> Workload:
@@ -70,7 +74,8 @@ def open_workload(path: Path | str, *, needs_end: bool = True) -> Iterator[Opene
     """Opens a file for reading entry by entry, whatever its size.
 
     Args:
-      needs_end: False takes a file that was cut or written by hand, with its hash unchecked.
+      needs_end: False takes a file that was cut or written by hand, with its hash unchecked and
+        its entries in any order.
 
     Raises:
       WorkloadError: it cannot be read, is no workload, was cut, or has bad lines; the message
@@ -87,9 +92,12 @@ def open_workload(path: Path | str, *, needs_end: bool = True) -> Iterator[Opene
                 )
             lines = Lines(file, path)
             header = _read_first(lines, path)
-            checked_end = end if needs_end else None
-            entries = _read_entries(lines, header, path, end=checked_end)
-            yield OpenedWorkload(header=header, end=end, entries=entries)
+            counts: collections.Counter[str] = collections.Counter()
+            if needs_end and end is not None:
+                entries = _read_checked(lines, header, path, end)
+            else:
+                entries = _read_loose(lines, header, path, counts)
+            yield OpenedWorkload(header=header, end=end, entries=entries, counts=counts)
     except OSError as error:
         raise WorkloadError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -106,6 +114,7 @@ def write_workload(
     *,
     counts: Mapping[str, int] | None = None,
     replace: bool = False,
+    mode: int = 0o666,
 ) -> WorkloadEnd:
     """Writes a file, which appears under its name only when all of it is written.
 
@@ -113,6 +122,7 @@ def write_workload(
       entries: by rising `at_s`; their `index` is not written.
       counts: for the last line; read when the entries are through, so that they may fill it.
       replace: whether a file of this name may be there.
+      mode: of the file, less the process's mask.
 
     Raises:
       WorkloadError: the file is there, or cannot be written; or the entries raise it.
@@ -123,7 +133,9 @@ def write_workload(
     part = path.with_name(f"{path.name}.part")
     content_hash, num_entries = ContentHash(header), 0
     try:
-        with part.open("wb") as file:
+        part.unlink(missing_ok=True)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(dump_line(header_facts(header)))
             for entry in entries:
                 line = dump_line(entry_facts(entry))
@@ -157,36 +169,62 @@ def _read_first(lines: Lines, path: Path) -> Header:
         raise WorkloadError(f"{path}, line {number}: {error}") from error
 
 
-def _read_entries(
-    lines: Lines, header: Header, path: Path, *, end: WorkloadEnd | None
+def _read_checked(
+    lines: Lines, header: Header, path: Path, end: WorkloadEnd
+) -> Iterator[WorkloadEntry]:
+    content_hash, num_entries = ContentHash(header), 0
+    last_s = 0.0
+    problems = Problems(path)
+    for number, found in _read_objects(lines, header):
+        if isinstance(found, FieldError):
+            problems.add(number, str(found))
+        elif found.at_s < last_s:
+            text = f"at_s is {found.at_s}, but the entry before has {last_s}; sort them"
+            problems.add(number, text)
+        else:
+            last_s, num_entries = found.at_s, num_entries + 1
+            content_hash.add(found)
+            yield found
+    problems.raise_any()
+    _check_end(end, num_entries, content_hash.hexdigest(), path)
+
+
+def _read_loose(
+    lines: Lines, header: Header, path: Path, counts: collections.Counter[str]
 ) -> Iterator[WorkloadEntry]:
     problems = Problems(path)
-    content_hash, index, last_s = ContentHash(header), 0, 0.0
-    num_after_end: int | None = None
+    for number, found in _read_objects(lines, header):
+        if not isinstance(found, FieldError):
+            yield found
+        elif lines.is_whole:
+            problems.add(number, str(found))
+        else:
+            counts["cut"] += 1
+    problems.raise_any()
+
+
+def _read_objects(lines: Lines, header: Header) -> Iterator[tuple[int, WorkloadEntry | FieldError]]:
+    """Yields each entry, or what is wrong with it, with its line."""
+    index, has_ended = 0, False
     for number, line in lines:
         try:
-            if num_after_end is not None:
+            if has_ended:
                 raise FieldError("it stands after the end; leave it out")
             found = parse_object(line)
             if found.keys() == {"end"}:
-                num_after_end = 0
+                has_ended = True
                 continue
             entry = read_entry(found, index)
-            _check_place(entry, header, last_s)
+            _check_place(entry, header)
         except FieldError as error:
-            problems.add(number, str(error))
+            yield number, error
             continue
-        index, last_s = index + 1, entry.at_s
-        content_hash.add(entry)
-        yield entry
-    problems.raise_any()
-    _check_end(end, index, content_hash.hexdigest(), path)
+        index += 1
+        yield number, entry
 
 
-def _check_place(entry: WorkloadEntry, header: Header, last_s: float) -> None:
-    """Refuses what the entry alone could have, but not here."""
-    if entry.at_s < last_s:
-        raise FieldError(f"at_s is {entry.at_s}, but the entry before has {last_s}; sort them")
+def _check_place(entry: WorkloadEntry, header: Header) -> None:
+    """Refuses what an entry of another header could have."""
     if header.arrivals == "closed" and entry.at_s:
         raise FieldError(f"at_s is {entry.at_s}, but in a closed loop it must be 0")
     if header.prompts == "unique" and not isinstance(entry.prompt, Recipe):
@@ -197,9 +235,7 @@ def _check_place(entry: WorkloadEntry, header: Header, last_s: float) -> None:
         )
 
 
-def _check_end(end: WorkloadEnd | None, num_entries: int, content_hash: str, path: Path) -> None:
-    if end is None:
-        return
+def _check_end(end: WorkloadEnd, num_entries: int, content_hash: str, path: Path) -> None:
     fix = "it was changed; `jaxserve workload import --format jaxserve` takes it as it is"
     if end.num_entries != num_entries:
         raise WorkloadError(f"{path} has {num_entries} entries, not {end.num_entries}: {fix}")

@@ -131,12 +131,19 @@ def import_trace(path: Path, format: str, filling: Filling) -> Imported:
 def import_workload(path: Path) -> Imported:
     """Returns what is there of a workload that was cut, changed or written by hand.
 
+    Its entries may be in any order; the first comes at 0.
+
     Raises:
       WorkloadError: it is no workload, or has bad lines.
     """
     with open_workload(path, needs_end=False) as opened:
-        entries = tuple(opened.entries)
-    return Imported(header=opened.header, entries=entries, counts=Counts())
+        found = sorted(opened.entries, key=lambda entry: entry.at_s)
+    first_s = found[0].at_s if found else 0.0
+    entries = tuple(
+        dataclasses.replace(entry, index=index, at_s=round(entry.at_s - first_s, 6))
+        for index, entry in enumerate(found)
+    )
+    return Imported(header=opened.header, entries=entries, counts=opened.counts)
 
 
 def _fill(found: list[Traced], filling: Filling) -> Iterator[WorkloadEntry]:

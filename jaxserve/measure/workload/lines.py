@@ -16,16 +16,19 @@ class Lines:
 
     Attributes:
       number: of the line read last.
+      is_whole: whether that line has its end; the last one of a file that was cut has not.
     """
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file = file
         self._path = path
         self.number = 0
+        self.is_whole = True
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         while line := self._file.readline(MAX_LINE_BYTES + 1):
             self.number += 1
+            self.is_whole = line.endswith(b"\n")
             if len(line) > MAX_LINE_BYTES:
                 raise WorkloadError(
                     f"{self._path}, line {self.number}: it is longer than {MAX_LINE_BYTES} bytes"
