@@ -112,6 +112,8 @@ def describe_server(
         "kv_usage_peak": peak_kv_usage,
         "kv_capacity_tokens": last.get("kv_capacity_tokens"),
         "peak_memory_bytes": peak_memory_bytes,
+        "host_gap_share": _share(delta, "step_gap_seconds_total", "step_device_seconds_total"),
+        "step_seconds": _step_seconds(before, after),
         "preemptions": delta.get("preemptions_total"),
         "recomputed_tokens": delta.get("recomputed_tokens_total"),
     }
@@ -132,6 +134,13 @@ def _buckets(before: Snapshot, after: Snapshot) -> Iterator[dict[str, object]]:
             ran[bucket] = row
     for bucket in sorted(ran, key=lambda bucket: (-ran[bucket]["steps"], bucket)):
         yield {"bucket": bucket, **ran[bucket]}
+
+
+def _step_seconds(before: Snapshot, after: Snapshot) -> dict[str, float]:
+    """Returns the engine thread's time by what it did; empty where that is not told."""
+    first = before.values_by("step_host_seconds_total", "phase")
+    last = after.values_by("step_host_seconds_total", "phase")
+    return {phase: seconds - first.get(phase, 0.0) for phase, seconds in last.items()}
 
 
 def _by_bucket(snapshot: Snapshot) -> dict[str, dict[str, float]]:
