@@ -2,10 +2,12 @@
 
 import argparse
 import os
+from pathlib import Path
 
 from jaxserve.cli import exit_codes
 from jaxserve.cli.options import add_metrics_options, add_model_options, read_config
 from jaxserve.cli.recording import recording
+from jaxserve.cli.trace import tracing
 from jaxserve.engine import Engine
 from jaxserve.metrics import Metrics
 
@@ -39,6 +41,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--port", type=int, metavar="N", help="0 picks a free one; over server.port"
     )
     add_metrics_options(parser)
+    parser.add_argument(
+        "--trace-file",
+        type=Path,
+        metavar="FILE",
+        help="written at the end: the last measure.trace_steps steps and requests, for "
+        "`jaxserve trace --trace-file`",
+    )
     parser.set_defaults(run=run)
 
 
@@ -51,11 +60,16 @@ def run(options: argparse.Namespace) -> int:
 
     config = read_config(options).config
     metrics = Metrics()
-    with serving_metrics(metrics, config.metrics), recording(config) as attach:
+    with (
+        serving_metrics(metrics, config.metrics),
+        recording(config) as record,
+        tracing(config, options.trace_file) as (config, trace),
+    ):
 
         def load() -> Engine:
             engine = load_engine(options.model, config, metrics=metrics)
-            attach(engine)
+            record(engine)
+            trace(engine)
             return engine
 
         code = serve(load, config, metrics)
