@@ -3,10 +3,23 @@
 import argparse
 import importlib.metadata
 import sys
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, override
 
 import jaxserve
-from jaxserve.cli import batch, buckets, chat, config, convert, generate, info, serve, workload
+from jaxserve.cli import (
+    batch,
+    bench,
+    buckets,
+    chat,
+    config,
+    convert,
+    generate,
+    info,
+    serve,
+    trace,
+    workload,
+)
 
 DESCRIPTION: Final = """\
 A measured serving runtime for language models on one node.
@@ -24,7 +37,7 @@ Errors are one line on stderr.
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands; each sets `run` and `log_level`."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="jaxserve",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -32,7 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
+    )
     generate.add_parser(commands)
     chat.add_parser(commands)
     batch.add_parser(commands)
@@ -42,7 +57,20 @@ def build_parser() -> argparse.ArgumentParser:
     buckets.add_parser(commands)
     info.add_parser(commands)
     workload.add_parser(commands)
+    bench.add_parser(commands)
+    trace.add_parser(commands)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Knows that an action may be left out."""
+
+    @override
+    def parse_args(  # type: ignore[override]  # into a namespace of its own alone
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> argparse.Namespace:
+        given = sys.argv[1:] if args is None else list(args)
+        return super().parse_args(bench.with_action(given))
 
 
 def _version() -> str:

@@ -1,0 +1,113 @@
+"""`jaxserve bench run`: one replay, or several, of one load."""
+
+import argparse
+import datetime
+from pathlib import Path
+from typing import Final
+
+from jaxserve.cli import exit_codes
+from jaxserve.cli.bench.options import (
+    LIMITS_HELP,
+    add_replay_options,
+    check_target,
+    read_bench_options,
+    read_load,
+    read_seed,
+)
+from jaxserve.cli.bench.progress import BenchProgress
+from jaxserve.cli.bench.session import run_against
+from jaxserve.cli.bench.table import summarize
+from jaxserve.cli.workload.options import check
+from jaxserve.errors import ResultError
+from jaxserve.measure.bench import Bench, Served
+from jaxserve.measure.result import (
+    REQUESTS_FILE,
+    RESULT_FILE,
+    JsonObject,
+    RequestWriter,
+    write_result,
+)
+from jaxserve.measure.targets import Target
+
+EPILOG: Final = f"""\
+{LIMITS_HELP}
+Requests are sent at their times whatever the server does, and latencies count
+from those times. DIR gets {RESULT_FILE}, with every figure, its definition and
+what was measured on, and {REQUESTS_FILE}, a line for each request.
+
+Exit code 1: not one request ended as it was asked to.
+"""
+
+
+def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the action."""
+    parser = actions.add_parser(
+        "run",
+        help="replay a load and report its goodput (the default action)",
+        description="Replay a load and report its goodput.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_replay_options(parser)
+    parser.add_argument(
+        "--rate-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="2 sends twice as fast, or keeps twice as many in flight (default: 1)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, writes and shows the result; returns the exit code."""
+    check_target(options)
+    check("--rate-scale", options.rate_scale, low=1e-6, high=1e6)
+    seed = read_seed(options)
+    load = read_load(options, seed=seed)
+    bench_options = read_bench_options(options, load, seed=seed, rate_scale=options.rate_scale)
+    date = now()
+    folder = open_folder(options.out or Path(f"bench-{date[:19].replace(':', '')}"), options)
+
+    async def work(target: Target, served: Served) -> JsonObject:
+        with (
+            RequestWriter(folder / REQUESTS_FILE) as writer,
+            BenchProgress(is_quiet=options.quiet) as progress,
+        ):
+            bench = Bench(
+                target=target,
+                load=load,
+                options=bench_options,
+                served=served,
+                writer=writer,
+                on_progress=progress,
+            )
+            return await bench.run(date=date)
+
+    result = run_against(options, work)
+    write_result(result, folder / RESULT_FILE)
+    print(summarize(result))
+    print(f"\nwritten   {folder / RESULT_FILE}, {folder / REQUESTS_FILE}")
+    return exit_codes.OK if result["outcomes"]["ok"] else exit_codes.REFUSED
+
+
+def now() -> str:
+    """Returns the date and time, for people."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def open_folder(folder: Path, options: argparse.Namespace) -> Path:
+    """Returns the folder for results, which is there then.
+
+    Raises:
+      ResultError: it holds results, or cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        has_results = any(folder.glob("*.json"))
+    except OSError as error:
+        raise ResultError(f"the folder {folder} cannot be made: {error.strerror}") from error
+    if has_results and not options.overwrite:
+        raise ResultError(f"{folder} holds results already; --overwrite replaces them")
+    return folder
