@@ -33,10 +33,10 @@ examples:
 Lengths are N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA[:MAX], or file:PATH, a
 file with one length a line, drawn from at random. A group's prefix comes before
 the tokens of --prompt-tokens. Prompts are random tokens of the served model,
-made anew in each run, so that no cache knows them; --fixed-prompts repeats them.
+made anew in each run, so that no cache knows them, unless --fixed-prompts.
 
-A class is NAME:KEY=VALUE,… with the keys {", ".join(KEYS[:6])},
-{", ".join(KEYS[6:])}, and limits that `jaxserve bench`
+A class is NAME:KEY=VALUE,… with the keys {", ".join(KEYS[:4])},
+{", ".join(KEYS[4:])}, and limits that `jaxserve bench`
 judges it by. What it does not set, the options set for all.
 """
 
