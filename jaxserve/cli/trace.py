@@ -237,14 +237,10 @@ def _summary(engine: Engine) -> str:
     from jaxserve.measure.phases import StepCosts
 
     costs = StepCosts.of(engine.metrics)
-    shares = sorted(
-        ((seconds / costs.busy_s, phase) for phase, seconds in costs.host_s.items()
-         if phase != "idle"), reverse=True,
-    )  # fmt: skip
+    shares = ", ".join(f"{phase} {share:.1%}" for phase, share in costs.host_shares.items())
     num_requests = round(engine.metrics.value("requests_submitted_total"))
-    gap = costs.host_gap_share
     return (
         f"{num_requests} requests, {costs.num_steps} steps, {costs.busy_s:.3f} s\n"
-        f"engine thread: {', '.join(f'{phase} {share:.1%}' for share, phase in shares)}\n"
-        f"device: busy {costs.device_s:.3f} s, host gap {gap or 0.0:.1%}"
+        f"engine thread: {shares}\n"
+        f"device: busy {costs.device_s:.3f} s, host gap {costs.host_gap_share or 0.0:.1%}"
     )

@@ -49,8 +49,20 @@ class StepCosts:
 
     @property
     def busy_s(self) -> float:
-        """The loop's time without idle: of it are the shares."""
+        """The loop's time without idle."""
         return sum(self.host_s.values()) - self.host_s["idle"]
+
+    @property
+    def host_shares(self) -> Mapping[HostPhase, float]:
+        """Shares of `busy_s`, the largest first; empty where there was nothing to do."""
+        if not self.busy_s:
+            return {}
+        shares = {
+            phase: seconds / self.busy_s
+            for phase, seconds in self.host_s.items()
+            if phase != "idle"
+        }
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     @property
     def host_gap_share(self) -> float | None:

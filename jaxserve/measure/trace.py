@@ -118,23 +118,33 @@ def _host_bars(turns: Iterable[Round]) -> Iterator[_Bar]:
 
 
 def _device_bars(turns: Sequence[Round], steps: Sequence[StepTrace]) -> Iterator[_Bar]:
+    idle = [span for turn in turns for span in turn.spans if span.phase == "idle"]
+    idle.reverse()
+    free_s = _first_free(turns, steps)
     for step in steps:
+        # the device had nothing until then; without requests that is no gap
+        while idle and idle[-1].end_s <= step.start_s:
+            span = idle.pop()
+            if span.start_s > free_s:
+                yield _Bar(DEVICE, GAP, "gap", free_s, span.start_s, {})
+            free_s = max(free_s, span.end_s)
+        if step.start_s > free_s:
+            yield _Bar(DEVICE, GAP, "gap", free_s, step.start_s, {"step": step.step_id})
         facts: dict[str, object] = {
             "step": step.step_id, "tokens": step.num_tokens, "rows": len(step.rows)
         }  # fmt: skip
         yield _Bar(DEVICE, BUSY, step.bucket, step.start_s, step.ready_s, facts)
-    idle = [span for turn in turns for span in turn.spans if span.phase == "idle"]
-    idle.reverse()
-    for before, after in itertools.pairwise(steps):
-        # the device had nothing from one to the other; without requests that is no gap
-        since_s = before.ready_s
-        while idle and idle[-1].end_s <= after.start_s:
-            span = idle.pop()
-            if span.start_s > since_s:
-                yield _Bar(DEVICE, GAP, "gap", since_s, span.start_s, {})
-            since_s = max(since_s, span.end_s)
-        if after.start_s > since_s:
-            yield _Bar(DEVICE, GAP, "gap", since_s, after.start_s, {"step": after.step_id})
+        free_s = step.ready_s
+
+
+def _first_free(turns: Sequence[Round], steps: Sequence[StepTrace]) -> float:
+    """Since when the device is known to have had nothing before the first step."""
+    if not steps:
+        return 0.0
+    first = steps[0]
+    is_known = any(turn.launched == first.step_id for turn in turns)  # else turns are dropped
+    since = next((turn.spans[0] for turn in turns if turn.spans), None)
+    return since.start_s if is_known and since is not None else first.start_s
 
 
 def _row_bars(steps: Iterable[StepTrace]) -> Iterator[_Bar]:

@@ -25,8 +25,9 @@ from typing import Final, Literal
 
 import pytest
 
-from jaxserve.config import LogSection
+from jaxserve.config import LogSection, MeasureSection
 from jaxserve.engine import Engine, EngineState, Event, Stream
+from jaxserve.engine.trace_ring import TraceRing
 from jaxserve.errors import DeadlineError, InvalidRequestError, NumericsError
 from jaxserve.metrics import Metrics
 from jaxserve.plan import StepPlan
@@ -62,9 +63,11 @@ class Run:
 
     Attributes:
       levels: the gauges after step `SNAPSHOT_STEP`, while there is work.
+      trace: where steps are kept.
     """
 
     metrics: Metrics
+    trace: TraceRing | None
     levels: Mapping[str, float]
 
 
@@ -75,7 +78,9 @@ class Stage:
       at_launch: called in the middle of each step.
     """
 
-    def __init__(self, log: LogSection | None = None) -> None:
+    def __init__(
+        self, log: LogSection | None = None, measure: MeasureSection | None = None
+    ) -> None:
         self.clock = Clock()
         self.clock.now_s = 0.0
         self.engine, _ = build_engine(
@@ -88,6 +93,7 @@ class Stage:
             on_result=self._pass_result,
             page_bytes=PAGE_BYTES,
             log=log,
+            measure=measure,
         )
         self.engine._change_state(EngineState.SERVING)
         self.num_steps = 0
@@ -115,9 +121,9 @@ class Stage:
         check_accounts(self.engine)
 
 
-def run_script(log: LogSection | None = None) -> Run:
+def run_script(log: LogSection | None = None, measure: MeasureSection | None = None) -> Run:
     """Plays it to its end; all streams are read."""
-    stage = Stage(log)
+    stage = Stage(log, measure)
     engine, levels = stage.engine, {}
     streams = {
         LONG: engine.submit(ask(LONG, max_tokens=7)),
@@ -146,7 +152,7 @@ def run_script(log: LogSection | None = None) -> Run:
     with pytest.raises(DeadlineError):
         _read(streams[LATE])
     stage.close()
-    return Run(metrics=engine.metrics, levels=levels)
+    return Run(metrics=engine.metrics, trace=engine.trace, levels=levels)
 
 
 def _be_refused(engine: Engine) -> None:
