@@ -5,12 +5,13 @@ import math
 from collections.abc import Iterable, Mapping
 
 from jaxserve.errors import CheckpointError
-from jaxserve.model.config import MAX_EOS_IDS, ModelConfig
+from jaxserve.model.config import MAX_EOS_IDS, ModelConfig, RopeConfig
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 MAX_SIZE = (1 << 31) - 1  # sizes and positions are int32 on the device
+MAX_THETA = 1e30  # the powers of RoPE's base are float32
 
 
 def check_tensors(
@@ -113,12 +114,55 @@ def check_config(config: ModelConfig, where: str) -> None:
         )
     if config.head_dim % 2:
         raise CheckpointError(f"{where}: head_dim is {config.head_dim}, but RoPE needs an even one")
+    for rope in dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None):
+        _check_rope(rope, config.head_dim, where)
     experts = config.experts
+    if experts is None and any(layer.mlp == "experts" for layer in config.layers):
+        raise CheckpointError(f"{where}: layers have experts, but there are none")
     if experts is not None and not 2 <= experts.num_experts >= experts.num_active:
         raise CheckpointError(
             f"{where}: {experts.num_active} of {experts.num_experts} experts are used for a token, "
             "but there must be at least 2, and no more used than there are"
         )
+
+
+def _check_rope(rope: RopeConfig, head_dim: int, where: str) -> None:
+    """Refuse numbers whose angles would be none: a division by zero, the logarithm of zero."""
+    rotary_dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
+    if not 1 < rope.theta <= MAX_THETA:
+        raise CheckpointError(
+            f"{where}: rope_theta is {rope.theta}, but must be above 1 and at most {MAX_THETA:g}"
+        )
+    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        raise CheckpointError(
+            f"{where}: RoPE turns {rotary_dim} dimensions of a head, but must turn an even number "
+            f"up to {head_dim}"
+        )
+    if rope.kind in ("default", "linear"):
+        return
+    if rope.original_max_position is None or not 1 <= rope.original_max_position <= MAX_SIZE:
+        raise CheckpointError(
+            f"{where}: RoPE's original length is {rope.original_max_position}, but must be at "
+            f"least 1 and at most {MAX_SIZE}"
+        )
+    factors, num_pairs = (rope.short_factors, rope.long_factors), rotary_dim // 2
+    is_right, wanted = {
+        "dynamic": (rotary_dim > 2, "turn more than one pair of dimensions"),
+        "llama3": (
+            0 < rope.low_freq_factor < rope.high_freq_factor < math.inf,
+            "have 0 < low_freq_factor < high_freq_factor",
+        ),
+        "yarn": (
+            0 < rope.beta_slow < math.inf and 0 < rope.beta_fast < math.inf,
+            "have a beta_slow and a beta_fast above 0",
+        ),
+        "longrope": (
+            all(len(row) == num_pairs and 0 < min(row) <= max(row) < math.inf for row in factors),
+            f"have {num_pairs} positive short and long factors",
+        ),
+    }[rope.kind]
+    if not is_right:
+        raise CheckpointError(f"{where}: RoPE of the type {rope.kind} must {wanted}")
 
 
 def _sizes(config: ModelConfig) -> list[tuple[str, int]]:
@@ -147,10 +191,10 @@ def _numbers(config: ModelConfig) -> list[tuple[str, float | None]]:
     ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
     return [
         ("norm_eps", config.norm_eps),
+        ("embedding_scale", config.embedding_scale),
         ("attention_scale", config.attention_scale),
         ("attention soft-cap", config.attention_soft_cap),
         ("final soft-cap", config.final_soft_cap),
-        *(("rope_theta", rope.theta) for rope in ropes),
         *(("RoPE's factor", rope.factor) for rope in ropes),
         *(("RoPE's attention_factor", rope.attention_factor) for rope in ropes),
     ]

@@ -90,6 +90,11 @@ def _check_target(source: Path, target: Path) -> None:
         raise CheckpointError(f"{target} is the model itself; give another path for the bundle")
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; remove it, or give another path for the bundle")
+    if target.name.endswith(UNFINISHED_SUFFIX):
+        raise CheckpointError(
+            f"{target} is the name of what a conversion did not finish; give one without "
+            f"{UNFINISHED_SUFFIX}"
+        )
     if not target.parent.is_dir():
         raise CheckpointError(f"there is no folder {target.parent}; make it first")
 
@@ -254,7 +259,7 @@ def _sha256(array: np.ndarray) -> str:
 
 
 def _explain(error: OSError, target: Path) -> str:
-    reason = os.strerror(error.errno) if error.errno else str(error)
+    reason = os.strerror(error.errno) if error.errno else error.strerror
     return (
         f"cannot write {target}: {reason}; nothing is left of it; free space on the disk, or give "
         "a path on another"

@@ -54,12 +54,15 @@ class GgufFile:
 
     Attributes:
       duplicates: names that the table holds twice.
+      data_start: where the first tensor lies; each next one at the first multiple of `alignment`.
     """
 
     path: Path
     metadata: dict[str, Value]
     tensors: dict[str, TensorEntry]
     duplicates: list[str]
+    data_start: int
+    alignment: int
     buffer: mmap.mmap
 
 
@@ -105,7 +108,13 @@ def open_gguf(path: Path) -> GgufFile:
             duplicates.append(entry.name)
         tensors[entry.name] = dataclasses.replace(entry, offset=start + entry.offset)
     return GgufFile(
-        path=path, metadata=metadata, tensors=tensors, duplicates=duplicates, buffer=buffer
+        path=path,
+        metadata=metadata,
+        tensors=tensors,
+        duplicates=duplicates,
+        data_start=start,
+        alignment=alignment,
+        buffer=buffer,
     )
 
 

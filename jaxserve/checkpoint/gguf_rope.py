@@ -86,8 +86,6 @@ def _add_yarn(
     model's makers meant it, and HF transformers follows it.
     """
     default = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
-    if rope.theta <= 1:
-        raise keys.wrong("rope.freq_base", rope.theta, "above 1 with the kind yarn")
     return dataclasses.replace(
         rope,
         kind="yarn",

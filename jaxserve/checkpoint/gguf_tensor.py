@@ -76,10 +76,12 @@ def find_storage_problems(file: GgufFile) -> list[str]:
     """Returns what is wrong with the table itself: double names or places, bytes not there."""
     problems = [f"twice in the file: {', '.join(file.duplicates)}"] if file.duplicates else []
     cut = []
-    before, end = "", 0
+    before, end = "", file.data_start
     for entry in sorted(file.tensors.values(), key=lambda entry: entry.offset):
-        if entry.offset < end:
-            problems.append(f"{entry.name} overlaps {before}")
+        wanted = -(-end // file.alignment) * file.alignment
+        if entry.offset != wanted:
+            kind = "overlaps" if entry.offset < wanted else "leaves a gap after"
+            problems.append(f"{entry.name} {kind} {before or 'the header'}")
         before, end = entry.name, entry.offset + num_stored_bytes(entry)
         _, block_size, _ = STORED_TYPES[entry.type_id]
         if entry.shape and entry.shape[-1] % block_size:

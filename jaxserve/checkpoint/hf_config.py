@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Mapping
 
-from jaxserve.checkpoint.checks import check_config, check_num_layers
+from jaxserve.checkpoint.checks import MAX_SIZE, check_config, check_num_layers
 from jaxserve.checkpoint.hf_families import COMMON_DEFAULTS, FAMILIES, HfFamily
 from jaxserve.checkpoint.hf_layers import read_layers
 from jaxserve.checkpoint.hf_settings import HfSettings
 from jaxserve.errors import CheckpointError
-from jaxserve.model.config import Activation, ExpertsConfig, ModelConfig
+from jaxserve.model.config import Activation, ExpertsConfig, LayerConfig, ModelConfig
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -77,6 +77,7 @@ def read_model_config(given: Mapping[str, object], *, num_tensors: int, where: s
     num_kv_heads = settings.optional_integer("num_key_value_heads")
     has_bias = family.bias == "flag" and settings.flag("attention_bias")
     experts = _read_experts(settings, family)
+    layers = read_layers(settings, family, num_layers, head_dim=head_dim, experts=experts)
     config = ModelConfig(
         architecture=family.name,
         vocab_size=settings.integer("vocab_size"),
@@ -85,9 +86,9 @@ def read_model_config(given: Mapping[str, object], *, num_tensors: int, where: s
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
         head_dim=head_dim,
         mlp_size=settings.integer("intermediate_size"),
-        max_position=settings.integer("max_position_embeddings"),
+        max_position=_count_positions(settings, layers),
         norm_eps=settings.number("rms_norm_eps"),
-        layers=read_layers(settings, family, num_layers, head_dim=head_dim, experts=experts),
+        layers=layers,
         tied_head=settings.flag("tie_word_embeddings"),
         activation=_read_activation(settings, family),
         qkv_bias=has_bias or family.bias == "qkv",
@@ -153,6 +154,18 @@ def _read_activation(settings: HfSettings, family: HfFamily) -> Activation:
             f"supported are {', '.join(ACTIVATIONS)}"
         )
     return ACTIVATIONS[word]
+
+
+def _count_positions(settings: HfSettings, layers: tuple[LayerConfig, ...]) -> int:
+    """Returns how long a text may be.
+
+    Files with dynamic RoPE give the length before scaling, beyond which alone it does anything.
+    """
+    positions = settings.integer("max_position_embeddings")
+    dynamic = [layer.rope.factor for layer in layers if layer.rope and layer.rope.kind == "dynamic"]
+    if not dynamic or positions > MAX_SIZE:
+        return positions
+    return int(min(positions * max(1.0, *dynamic), MAX_SIZE))
 
 
 def _add_scales(config: ModelConfig, settings: HfSettings) -> ModelConfig:

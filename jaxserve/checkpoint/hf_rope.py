@@ -132,8 +132,10 @@ class _RopeReader:
         attention_factor = self._group.get("attention_factor")
         if attention_factor is not None:
             attention_factor = self._number("attention_factor")
-        elif mscale and all_dim:
+        elif mscale > 0 and all_dim > 0:
             attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, all_dim)
+        elif mscale < 0 or all_dim < 0:
+            raise self._settings.wrong("mscale of RoPE", min(mscale, all_dim), "at least 0")
         else:
             attention_factor = _yarn_mscale(factor, 1.0)
         truncate = self._group.get("truncate", True)

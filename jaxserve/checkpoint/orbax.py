@@ -23,6 +23,7 @@ from jaxserve.checkpoint.manifest import (
     SMALL_FILE_BYTES,
     FileRecord,
     Manifest,
+    digest_tensors,
     read_manifest,
 )
 from jaxserve.errors import CheckpointError
@@ -120,6 +121,11 @@ class OrbaxSource:
         manifest = read_manifest(self.path)
         check_config(manifest.model, str(self.path / MANIFEST_FILE))
         _check_tree(manifest, self.path)
+        if manifest.weights_digest != digest_tensors(manifest.tensors):
+            raise CheckpointError(
+                f"{self.path / MANIFEST_FILE}: weights_digest is not that of the tensors it lists; "
+                f"{DAMAGED}"
+            )
         check_files(self.path, manifest.files)
         return manifest
 
@@ -154,7 +160,9 @@ def write_part(folder: Path, params: Mapping[str, np.ndarray]) -> None:
 
     with _open_orbax() as checkpointer:
         try:
-            checkpointer.save(folder, args=orbax.checkpoint.args.PyTreeSave(nest(params)))
+            checkpointer.save(
+                folder.absolute(), args=orbax.checkpoint.args.PyTreeSave(nest(params))
+            )
         except ValueError as error:  # the library's way to say what went wrong with a file
             raise OSError(_find_errno(str(error)), str(error)) from error
 
@@ -172,7 +180,7 @@ def read_part(folder: Path) -> dict[str, np.ndarray]:
     with _open_orbax() as checkpointer:
         try:
             restored = checkpointer.restore(
-                folder,
+                folder.absolute(),
                 args=orbax.checkpoint.args.PyTreeRestore(
                     tree, restore_args=nest(dict.fromkeys(flatten(tree), as_numpy))
                 ),
@@ -190,9 +198,12 @@ def describe_part(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """
     with _open_orbax() as checkpointer:
         try:
-            found = flatten(checkpointer.metadata(folder).item_metadata.tree)
+            metadata = checkpointer.metadata(folder.absolute()).item_metadata
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read {folder}: {error}; {DAMAGED}") from error
+    if metadata is None:  # the library's way to say that this is no checkpoint
+        raise CheckpointError(f"{folder} is no Orbax checkpoint; {DAMAGED}")
+    found = flatten(metadata.tree)
     return {path: (tuple(array.shape), np.dtype(array.dtype).name) for path, array in found.items()}
 
 
@@ -290,7 +301,8 @@ def quiet_orbax() -> Iterator[None]:
     """Keeps the library's log to itself: what goes wrong is raised, and said once.
 
     After a failed write, those that were under way report to an event loop that is gone; Python
-    would print each.
+    would print each. They come from the library's threads, at any time, so that from the first
+    failure on the process goes on to drop them.
     """
     log, hook = logging.getLogger("absl"), sys.unraisablehook
     level = log.level
@@ -303,8 +315,8 @@ def quiet_orbax() -> Iterator[None]:
     sys.unraisablehook = drop_late
     try:
         yield
-    finally:
         sys.unraisablehook = hook
+    finally:
         log.setLevel(level)
 
 

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_NAME_LEN = 200  # systems refuse to look at a name of more than 255 bytes
+MAX_NAME_LEN = 200  # bytes; systems refuse to look at a name of more than 255 bytes
 COMPARED_BYTES = 1 << 22
 # Old checkpoints store the RoPE table, which follows from rope_theta.
 DERIVED_TENSORS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -251,7 +251,11 @@ def _read_index(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map; get the file again")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or len(file) > MAX_NAME_LEN:
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or len(file.encode()) > MAX_NAME_LEN
+        ):
             raise CheckpointError(
                 f"{folder / INDEX_FILE}: the file of {name} is {file!r:.80}, but must be a plain "
                 "name"

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jaxserve.checkpoint.manifest import DIGEST_KEY, sign
+from jaxserve.checkpoint.gguf_file import open_gguf
+from jaxserve.checkpoint.manifest import DIGEST_KEY, TensorRecord, digest_tensors, sign
 
 Damage = Callable[[Path], None]
 Header = dict[str, Any]
@@ -332,6 +333,11 @@ SHARDED = [
         damage=edit_json(INDEX, lambda i: i["weight_map"].update({NORM: "../x.safetensors"})),
         names=(NORM, "../x.safetensors"),
     ),
+    Case(
+        title="name of a file that no disk takes",
+        damage=edit_json(INDEX, lambda i: i["weight_map"].update({NORM: "é" * 150})),
+        names=(NORM, "éé"),
+    ),
 ]
 
 
@@ -362,8 +368,11 @@ def _in_data(then: Callable[[str], Damage]) -> Damage:
     return damage
 
 
-def _exchange(tensors: dict[str, Any], one: str, other: str) -> None:
+def _exchange(manifest: dict[str, Any], one: str, other: str) -> None:
+    tensors = manifest["tensors"]
     tensors[one], tensors[other] = tensors[other], tensors[one]
+    records = {path: TensorRecord(**tensor) for path, tensor in tensors.items()}
+    manifest["weights_digest"] = digest_tensors(records)
 
 
 PATH = "layers/1/q_DNH"
@@ -426,10 +435,18 @@ BUNDLE = [
     ),
     Case(
         title="two tensors exchanged",
-        damage=edit_manifest(
-            lambda m: _exchange(m["tensors"], "layers/0/gate_DF", "layers/0/up_DF")
-        ),
+        damage=edit_manifest(lambda m: _exchange(m, "layers/0/gate_DF", "layers/0/up_DF")),
         names=("layers/0/gate_DF",),
+    ),
+    Case(
+        title="digest of other weights",
+        damage=edit_manifest(lambda m: m.update(weights_digest="0" * 64)),
+        names=("manifest.json", "weights_digest"),
+    ),
+    Case(
+        title="part that is none",
+        damage=edit_manifest(lambda m: m["tensors"][PATH].update(part="params")),
+        names=("params is no Orbax checkpoint",),
     ),
     Case(
         title="tensor of another part",
@@ -540,6 +557,18 @@ def edit_entry(
     return damage
 
 
+def move_last(by: int) -> Damage:
+    """Gives the last tensor a later place, in a file that is long enough for it."""
+
+    def damage(folder: Path) -> None:
+        file = open_gguf(folder / GGUF_FILE)
+        last = max(file.tensors.values(), key=lambda entry: entry.offset)
+        append(GGUF_FILE, bytes(by))(folder)
+        edit_entry(last.name, offset=last.offset - file.data_start + by)(folder)
+
+    return damage
+
+
 def rename_in_gguf(old: str, new: str) -> Damage:
     return replace(GGUF_FILE, old.encode(), new.encode())
 
@@ -577,6 +606,8 @@ GGUF = [
     Case(title="place past the end", damage=edit_entry(GGUF_Q, offset=1 << 40), names=(GGUF_Q,)),
     Case(title="place of another", damage=edit_entry(GGUF_Q, offset=0), names=(GGUF_Q,)),
     Case(title="place between", damage=edit_entry(GGUF_Q, offset=5), names=(GGUF_Q,)),
+    Case(title="gap", damage=move_last(32), names=("blk.1.ffn_down.weight", "gap")),
+    Case(title="odd place", damage=move_last(4), names=("blk.1.ffn_down.weight", "gap")),
     *(
         Case(title=f"{key} {value}", damage=set_key(key, value), names=(name,))
         for key, value, name in (

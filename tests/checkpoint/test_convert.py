@@ -102,6 +102,7 @@ def test_a_target_that_cannot_be_is_refused(tmp_path: Path, folder: Path) -> Non
     for target, message in (
         (tmp_path / "there", "there exists; remove it"),
         (folder, "is the model itself"),
+        (tmp_path / "b.converting", "did not finish; give one without .converting"),
         (tmp_path / "no" / "where", r"no folder .*no; make it"),
     ):
         with pytest.raises(CheckpointError, match=message):
@@ -250,6 +251,10 @@ def test_what_a_killed_conversion_leaves_is_no_model_and_is_replaced(
         (lambda fields: fields["model"].update(qkv_bias="no"), "model.qkv_bias: .*boolean"),
         (lambda fields: fields.pop("eos_ids"), "eos_ids: Field required"),
         (lambda fields: fields["model"].update(norm_eps=0.0), r"norm_eps is 0\.0"),
+        (lambda fields: fields["model"].update(embedding_scale=-3.0), "embedding_scale is -3"),
+        (lambda fields: fields["model"]["layers"][1].update(mlp="experts"), "there are none"),
+        (lambda fields: fields["model"]["layers"][1]["rope"].update(rotary_dim=7), "turns 7 dim"),
+        (lambda fields: fields["model"]["layers"][1]["rope"].update(kind="yarn"), "is None, but"),
     ],
 )
 def test_a_signed_manifest_must_still_make_sense(

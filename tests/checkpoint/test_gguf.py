@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[GgufRecipe, str]] = {
     ),
     "yarn base": (
         GgufRecipe(keys={"rope.scaling.type": "yarn", "rope.freq_base": 1.0}),
-        "freq_base is 1.0, but must be above 1",
+        "rope_theta is 1.0, but must be above 1",
     ),
     "original length": (
         GgufRecipe(keys={"rope.scaling.original_context_length": 0}),

@@ -236,6 +236,8 @@ def test_every_kind_of_rope_has_its_numbers() -> None:
     assert rope(rope_scaling={"type": "dynamic", "factor": 2}) == RopeConfig(
         kind="dynamic", factor=2.0, original_max_position=64
     )
+    dynamic = {"type": "dynamic", "factor": 2.5}
+    assert read("LlamaForCausalLM", rope_scaling=dynamic).max_position == 160
     assert rope(rope_scaling=LLAMA3) == RopeConfig(
         kind="llama3",
         factor=8.0,
@@ -375,6 +377,8 @@ TEXT_CONFIG: dict[str, Any] = {"text_config": {}, "model_type": "gemma3"}
         ("LlamaForCausalLM", {"rms_norm_eps": 10**400}, "must be a number"),
         ("LlamaForCausalLM", {"rope_theta": float("inf")}, "rope_theta is inf, but must be"),
         ("LlamaForCausalLM", {"rope_theta": True}, "rope_theta is True, but must be a number"),
+        ("LlamaForCausalLM", {"rope_theta": 1.0}, r"rope_theta is 1\.0, but must be above 1"),
+        ("LlamaForCausalLM", {"rope_theta": 1e300}, "at most 1e"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(
@@ -397,9 +401,13 @@ def test_what_is_not_supported_is_refused_by_name(
         ("Llama", {"rope_scaling": {"factor": 2.0}}, "of the type default has {'factor': 2.0}"),
         ("Llama", {"rope_scaling": LLAMA3 | {"mrope_section": [1]}}, "has {'mrope_section'"),
         ("Llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, "lack low_freq_factor"),
+        ("Llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 0}}, "have 0 < low_freq_factor"),
+        ("Llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 0.5}}, "< high_freq_factor"),
         ("Llama", {"rope_scaling": {"type": "dynamic", "alpha": 2.0, "factor": 1.0}}, "{'alpha'"),
         ("Llama", {"rope_scaling": YARN | {"truncate": "no"}}, "truncate of RoPE is 'no'"),
         ("Llama", {"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor is 0"),
+        ("Llama", {"rope_scaling": YARN | {"beta_fast": -1}}, "a beta_fast above 0"),
+        ("Llama", {"rope_scaling": YARN | {"mscale": 1, "mscale_all_dim": -8}}, "mscale of RoPE"),
         ("Llama", {"rope_scaling": LONG | {"long_factor": [1.0]}}, "long_factor .* has 1 numbers"),
         ("Llama", {"rope_scaling": LONG | {"short_factor": [0, 1, 2]}}, "a list of positive"),
         ("Llama", {"rope_scaling": LONG | {"short_mscale": 1.1}}, "has {'short_mscale': 1.1}"),
