@@ -16,6 +16,7 @@ from jaxserve.cli import (
     convert,
     generate,
     info,
+    report,
     serve,
     trace,
     workload,
@@ -58,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     info.add_parser(commands)
     workload.add_parser(commands)
     bench.add_parser(commands)
+    report.add_parser(commands)
     trace.add_parser(commands)
     return parser
 
