@@ -2,11 +2,9 @@
 
 import logging
 
-from jaxserve.engine.live_request import LiveRequest, outcome_label
+from jaxserve.engine.live_request import LiveRequest, Outcome, outcome_label
 from jaxserve.engine.trace_ring import RequestTrace, TraceRing
-from jaxserve.errors import JaxserveError
 from jaxserve.metrics import Metrics
-from jaxserve.request import FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +46,7 @@ class Accounts:
         metrics.ttft_seconds.observe(now_s - live.request.arrival_s)
         metrics.prefill_seconds.observe(now_s - live.scheduled_s)
 
-    def finish(
-        self, live: LiveRequest, outcome: FinishReason | JaxserveError, now_s: float
-    ) -> None:
+    def finish(self, live: LiveRequest, outcome: Outcome, now_s: float) -> None:
         """The request has ended, for whatever reason."""
         metrics, request, reason = self._metrics, live.request, outcome_label(outcome)
         metrics.requests_finished.labels(reason).inc()

@@ -11,13 +11,12 @@ from jaxserve.config import Config
 from jaxserve.engine import limits
 from jaxserve.engine.accounts import Accounts, ThroughputLog
 from jaxserve.engine.intake import EngineState, Intake
-from jaxserve.engine.live_request import LiveRequest, build_live_request, late_outcome
+from jaxserve.engine.live_request import LiveRequest, Outcome, build_live_request, late_outcome
 from jaxserve.engine.pipeline import Pipeline
 from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.engine.served_model import ServedModel
 from jaxserve.engine.step_clock import StepClock
 from jaxserve.engine.stream import Delivery, Stream, Waker
-from jaxserve.engine.trace_ring import TraceRing
 from jaxserve.errors import (
     EngineDeadError,
     JaxserveError,
@@ -86,16 +85,9 @@ class Engine:
         # the engine thread alone
         self._by_sequence: dict[int, LiveRequest] = {}
         self._waker = Waker()
-        num_traced = config.measure.trace_steps
-        self.trace = TraceRing(num_traced) if num_traced else None
-        self._steps = StepClock(
-            metrics,
-            clock,
-            is_on=config.measure.phases,
-            trace=self.trace,
-            name_of=lambda sequence_id: self._by_sequence[sequence_id].request.id,
-        )
+        self._steps = StepClock(config.measure, metrics, clock, name_of=self._name_of)
         self._in_flight = Pipeline(runner, depth=depth, metrics=metrics, clock=self._steps)
+        self.trace = self._steps.trace
         self._accounts = Accounts(metrics, self.trace)
         self._throughput = ThroughputLog(metrics, config.log.interval_s)
 
@@ -216,9 +208,8 @@ class Engine:
     def _wait_for_work(self) -> bool:
         """Blocks while idle; False once the thread is to end."""
         self._waker.flush()
-        if not self._in_flight:
-            if self._intake.is_empty:
-                self._throughput.rest(self._clock())
+        if not self._in_flight and self._intake.is_empty:
+            self._throughput.rest(self._clock())
             self._steps.rest()
             self._intake.wait_for_work()
             self._steps.lap("idle")
@@ -273,6 +264,9 @@ class Engine:
         for update in self._scheduler.commit(plan, result, stopped):
             self._deliver(update, now_s)
 
+    def _name_of(self, sequence_id: int) -> str:
+        return self._by_sequence[sequence_id].request.id
+
     def _note_step(self, plan: StepPlan, result: StepResult) -> None:
         for chunk in plan.chunks:
             live = self._by_sequence.get(chunk.sequence_id)
@@ -307,21 +301,15 @@ class Engine:
                 return
             self._accounts.add_token(live, before_s=before_s, now_s=now_s)
         if update.finish is not None:
-            self._finish(request, update.finish, now_s=now_s)
+            self._finish(request, update.finish, end_s=now_s)
 
-    def _finish(
-        self,
-        request: Request,
-        outcome: FinishReason | JaxserveError,
-        *,
-        now_s: float | None = None,
-    ) -> None:
+    def _finish(self, request: Request, outcome: Outcome, *, end_s: float | None = None) -> None:
         """Ends a request, whatever the cause; the only place that gives back what it held.
 
         Args:
-          now_s: when its last token was on the host, where that ends it.
+          end_s: when its last token was on the host, where that ends it.
         """
-        now_s = self._clock() if now_s is None else now_s
+        now_s = self._clock() if end_s is None else end_s
         live = self._intake.remove(request, now_s=now_s)
         if live is None:
             return  # it has ended: an abort that came late

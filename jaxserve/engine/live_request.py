@@ -15,6 +15,8 @@ from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.stops import StopMatcher
 from jaxserve.text.tokenizer import Tokenizer
 
+Outcome = FinishReason | JaxserveError  # how a request ended
+
 # without stop strings, STOP too is by a token id
 ENDS_BY_ID: Final = frozenset({FinishReason.EOS, FinishReason.STOP})
 
@@ -118,7 +120,7 @@ class LiveRequest:
         self.num_prefill_tokens += num_tokens
         self.num_prefill_padded += bucket.num_tokens
 
-    def end(self, outcome: FinishReason | JaxserveError, *, now_s: float) -> None:
+    def end(self, outcome: Outcome, *, now_s: float) -> None:
         """Gives the reader the terminal event, after any text that was held back."""
         if isinstance(outcome, JaxserveError):
             self.stream.finish(outcome)
@@ -213,7 +215,7 @@ def late_outcome(request: Request, now_s: float) -> FinishReason | DeadlineError
     )
 
 
-def outcome_label(outcome: FinishReason | JaxserveError) -> str:
+def outcome_label(outcome: Outcome) -> str:
     """Returns the metrics' word for an end: `eos`, `max_tokens`, …, `error_numerics`, …"""
     if isinstance(outcome, FinishReason):
         return outcome.value

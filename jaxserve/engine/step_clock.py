@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Final
 
+from jaxserve.config import MeasureSection
 from jaxserve.engine.trace_ring import Round, RowTrace, Span, StepTrace, TraceRing
 from jaxserve.metrics import Metrics
 from jaxserve.plan import HOST_PHASES, HostPhase, InFlight, StepPlan, StepResult
@@ -34,25 +35,26 @@ class StepClock:
     - The gap is the rest, less the time without requests: busy + gap + idle = the loop's time.
 
     Off, it does nothing and reads no clock. All of it is the engine thread's.
+
+    Attributes:
+      trace: where the last turns are kept; None where none are.
     """
 
     def __init__(
         self,
+        section: MeasureSection,
         metrics: Metrics,
         clock: Callable[[], float],
         *,
-        is_on: bool,
-        trace: TraceRing | None,
         name_of: Callable[[int], str],
     ) -> None:
         """Args:
-        trace: where the turns are kept.
         name_of: a sequence's request id, for the trace.
         """
+        self.trace = TraceRing(section.trace_steps) if section.trace_steps else None
+        self._is_on = section.phases
         self._metrics = metrics
         self._clock = clock
-        self._is_on = is_on
-        self._trace = trace
         self._name_of = name_of
         self._flights: collections.deque[_Flight] = collections.deque()
         self._host_s: dict[HostPhase, float] = dict.fromkeys(HOST_PHASES, 0.0)
@@ -81,7 +83,7 @@ class StepClock:
         self._host_s[phase] += now_s - since_s
         if phase == "idle":
             self._idle_s += now_s - since_s
-        if self._trace is not None and now_s > since_s:
+        if self.trace is not None and now_s > since_s:
             self._spans.append(Span(phase, since_s, now_s))
         for flight in self._flights:
             if flight.ready_s is None:
@@ -101,7 +103,7 @@ class StepClock:
         if not self._is_on:
             return
         rows: tuple[RowTrace, ...] = ()
-        if self._trace is not None:
+        if self.trace is not None:
             rows = tuple(
                 RowTrace(
                     chunk.row, self._name_of(chunk.sequence_id), chunk.num_tokens, chunk.samples
@@ -121,7 +123,7 @@ class StepClock:
         ready_s, bucket = flight.ready_s, result.bucket.name
         assert ready_s is not None, "a result that was read was ready"
         self._device_s[bucket] = self._device_s.get(bucket, 0.0) + ready_s - flight.start_s
-        if self._trace is not None:
+        if self.trace is not None:
             self._retired = StepTrace(
                 step_id=flight.plan.step_id,
                 bucket=bucket,
@@ -135,8 +137,8 @@ class StepClock:
     def end_turn(self) -> None:
         """The rest of the turn was `commit`."""
         self.lap("commit")
-        if self._trace is not None:
-            self._trace.add_round(
+        if self.trace is not None:
+            self.trace.add_round(
                 Round(spans=tuple(self._spans), launched=self._launched, retired=self._retired)
             )
             self._spans, self._launched, self._retired = [], None, None
@@ -149,7 +151,8 @@ class StepClock:
         self._flush()
 
     def end(self) -> None:
-        """The loop ends."""
+        """The loop ends; what is on the device now is not waited for."""
+        self._flights.clear()
         self.lap("commit")
         self._gap_s += max(0.0, self._last_s - self._free_s - self._idle_s)
         self._flush()

@@ -13,7 +13,7 @@ from jaxserve.config import Config, LimitsSection, MeasureSection
 from jaxserve.engine import Engine, EngineState, Finished, Stream
 from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.engine.step_clock import StepClock
-from jaxserve.engine.trace_ring import RequestTrace, TraceRing
+from jaxserve.engine.trace_ring import RequestTrace
 from jaxserve.metrics import Metrics
 from jaxserve.plan import HOST_PHASES, Bucket, HostPhase, StepPlan, StepResult
 from jaxserve.request import GenerationRequest
@@ -41,8 +41,8 @@ class Stage:
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401  # of build_engine
         self.clock = TickingClock()
-        options = {"script": LETTERS, **options}
-        self.engine, self.runner = build_engine(clock=self.clock, measure=TRACED, **options)
+        options = {"script": LETTERS, "measure": TRACED, **options}
+        self.engine, self.runner = build_engine(clock=self.clock, **options)
         self.engine._change_state(EngineState.SERVING)
 
     def step(self, count: int = 1) -> None:
@@ -216,8 +216,6 @@ class ScriptedWaits:
         self.streams: list[Stream] = []
 
     def __call__(self) -> None:
-        if not self._engine._intake.is_empty:
-            return
         self._clock.now_s += 7
         self.idle_s += 7
         request = next(self._asked, None)
@@ -288,10 +286,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.metrics, self.clock = Metrics(), Clock()
-        self.ring = TraceRing(10)
-        self.steps = StepClock(
-            self.metrics, self.clock, is_on=True, trace=self.ring, name_of=lambda id: f"r{id}"
-        )
+        self.steps = StepClock(TRACED, self.metrics, self.clock, name_of=lambda id: f"r{id}")
         self.num_steps = 0
 
     def lap(self, phase: HostPhase, seconds: float) -> None:
@@ -327,7 +322,8 @@ def test_a_step_launched_ahead_is_not_counted_while_it_waits(loop: Loop) -> None
     loop.steps.note_result(RESULT)
     loop.steps.end_turn()
     assert (loop.value("device"), loop.value("gap")) == (5 + 2, 1)
-    traced = [turn.retired for turn in loop.ring.rounds if turn.retired]
+    assert loop.steps.trace is not None
+    traced = [turn.retired for turn in loop.steps.trace.rounds if turn.retired]
     assert [(step.start_s, step.ready_s) for step in traced] == [(1001, 1006), (1006, 1008)]
 
 
@@ -364,6 +360,18 @@ def test_time_without_requests_is_no_gap(loop: Loop) -> None:
     assert loop.value("host") == 2 + 50 + 1.75
 
 
+def test_the_end_asks_nothing_of_a_device_that_may_have_failed(loop: Loop) -> None:
+    loop.lap("dispatch", 1)
+    loop.launch().is_ready = fail  # type: ignore[method-assign]
+    loop.clock.now_s += 2
+    loop.steps.end()
+    assert (loop.value("host"), loop.value("device"), loop.value("gap")) == (3, 0, 3)
+
+
+def fail() -> bool:
+    raise AssertionError("it was asked")
+
+
 def test_the_counters_wait_a_tenth_of_a_second_at_most(loop: Loop) -> None:
     loop.lap("schedule", 0.0625)
     loop.steps.end_turn()
@@ -381,7 +389,7 @@ def test_switched_off_no_clock_is_read_and_nothing_is_kept() -> None:
         raise AssertionError("the clock was read")
 
     metrics = Metrics()
-    steps = StepClock(metrics, fail, is_on=False, trace=None, name_of=str)
+    steps = StepClock(MeasureSection(phases=False), metrics, fail, name_of=str)
     steps.begin()
     for phase in HOST_PHASES:
         steps.lap(phase)
@@ -416,9 +424,9 @@ def test_a_trace_without_phases_is_refused() -> None:
 
 
 def test_the_ring_keeps_the_last() -> None:
-    stage = Stage()
-    stage.engine.trace = ring = TraceRing(3)
-    stage.engine._steps._trace = stage.engine._accounts._trace = ring
+    stage = Stage(measure=MeasureSection(trace_steps=3))
+    ring = stage.engine.trace
+    assert ring is not None
     for name in "abcde":
         stage.engine.submit(ask((1, 2), id=name, max_tokens=2))
     stage.run()
