@@ -1,11 +1,14 @@
 """A benchmark: warm-up, repeats of one replay, what the server did meanwhile, and the result."""
 
+import asyncio
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import jaxserve
+from jaxserve.measure.energy import EnergyMeter, start_meter
 from jaxserve.measure.goodput import Tally, Totals
 from jaxserve.measure.limits import Limits
 from jaxserve.measure.load import AskMaker, Lengths, Load
@@ -19,6 +22,9 @@ from jaxserve.measure.workload import WorkloadEntry
 WARM_UP_CONCURRENCY: Final = 4
 LAG_BOUND_S: Final = 0.05
 DRAIN_BOUND: Final = 0.5  # of the duration
+
+METER_INTERVAL_S: Final = 10.0
+ELSEWHERE: Final = {"all": "the server is elsewhere"}
 
 CacheState = Literal["cold", "primed", "mixed", "unknown"]
 
@@ -60,6 +66,7 @@ class Served:
       ignores_end: whether it can be told to ignore the model's end.
       decode: see `AskMaker`.
       is_fresh: it has served nothing before.
+      is_local: it runs on this machine, whose energy counters are its own.
       stated: which of the other fields somebody only said.
     """
 
@@ -71,6 +78,7 @@ class Served:
     ignores_end: bool = True
     decode: Callable[[tuple[int, ...]], str] | None = None
     is_fresh: bool = False
+    is_local: bool = False
     stated: Sequence[str] = ()
 
 
@@ -125,13 +133,17 @@ class Bench:
         )
         await self._warm_up(maker)
         before = await self.target.read_metrics()
-        repeats = [await self._repeat(maker, number) for number in range(self.options.repeats)]
+        meter = start_meter() if self.served.is_local else EnergyMeter({}, ELSEWHERE)
+        async with _reading(meter):
+            repeats = [await self._repeat(maker, number) for number in range(self.options.repeats)]
+        energy = meter.read()
         after = await self.target.read_metrics()
         manifest = self._build_manifest(facts, maker, after)
         return build_result(
             repeats,
             manifest=manifest,
             server=_describe(before, after, repeats),
+            energy=energy,
             date=date,
             warnings=self._find_warnings(repeats, manifest),
             kind=kind,
@@ -323,6 +335,22 @@ def find_warnings(
             f"cache state at the start: {manifest['cache_state']}; state it with --cache-state, or "
             "this result cannot be compared"
         )
+
+
+@contextlib.asynccontextmanager
+async def _reading(meter: EnergyMeter) -> AsyncIterator[None]:
+    """Reads the meter often enough while the block runs."""
+
+    async def read() -> None:
+        while True:
+            await asyncio.sleep(METER_INTERVAL_S)
+            meter.read()
+
+    task = asyncio.create_task(read())
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 def _describe(

@@ -40,6 +40,8 @@ DEFINITIONS: Final[Mapping[str, str]] = {
     "timed_out": "the client's limit, or a deadline, passed",
     "cancelled": "cut by the end of the replay",
     "completed": "ok and short ones with a token; vLLM's failed is all others",
+    "energy": "joules of this machine's processors and GPUs during the repeats, of this tool too; "
+    "null is not known, never 0",
     "hit_rate": "prompt tokens that a cache spared / prompt tokens, by the server's usage",
 }
 OUTCOMES: Final[tuple[Outcome, ...]] = (

@@ -14,6 +14,7 @@ from typing import IO, Any, Final, Self
 
 from jaxserve.errors import ResultError
 from jaxserve.measure import goodput
+from jaxserve.measure.energy import Energy
 from jaxserve.measure.goodput import Counts, Totals
 from jaxserve.measure.records import Arrival, RequestRecord, ServerPhases
 from jaxserve.measure.replay import TimelineSample
@@ -47,6 +48,7 @@ def build_result(
     *,
     manifest: Mapping[str, Any],
     server: Mapping[str, object] | None,
+    energy: Energy,
     date: str,
     warnings: Sequence[str],
     kind: str = "bench",
@@ -55,6 +57,7 @@ def build_result(
 
     Args:
       server: of `describe_server`.
+      energy: of all repeats.
       date: of the start, for people.
     """
     pooled = Totals()
@@ -89,6 +92,13 @@ def build_result(
                 "requests_with_assumed_tokens_per_message": pooled.num_assumed,
             },
             "server": server,
+            "energy": {
+                "joules": energy.joules,
+                "parts": dict(energy.parts),
+                "missing": dict(energy.missing),
+                "per_compliant_token": energy.per_token(pooled.counts.compliant_tokens),
+                "per_output_token": energy.per_token(pooled.counts.raw_tokens),
+            },
             "timeline": list(_timeline(repeats)),
             "repeats": describe_repeats([repeat.totals for repeat in repeats]),
         }

@@ -8,10 +8,11 @@ from typing import Any, Final
 from jaxserve.measure.result import SCHEMA_VERSION, JsonObject
 
 FACTOR: Final = 2.0
+LOWEST: Final = 1 / 32  # of the start: where this fails, it is not for the load
 METHOD: Final = (
     "the rate is doubled (or halved) until one point meets the attainment and one does not, then "
-    "the geometric mean of the two is measured until they are within the resolution; one "
-    "measurement a point, so the answer is as sure as a point's attainment"
+    "the geometric mean of the two is measured until they are within the resolution; nothing is "
+    "tried below 1/32 of the start; a point is measured once, so the answer is as sure as that is"
 )
 
 
@@ -69,6 +70,8 @@ async def find_highest(measure: Callable[[float], Awaitable[float]], search: Sea
         if found.is_within(search.resolution):
             break
         scale = _next_scale(found)
+        if scale < search.start * LOWEST:
+            break
     return Found(best=best, above=above)
 
 
@@ -92,7 +95,9 @@ def build_sweep(
     """
     points = [_describe(result, file) for result, file in zip(results, files, strict=True)]
     points.sort(key=lambda point: point["rate_scale"])
-    best = next((point for point in points if point["rate_scale"] == found.best), None)
+    best = None
+    if found.best is not None:  # the nearest: a result's numbers are rounded
+        best = min(points, key=lambda point: abs(point["rate_scale"] - (found.best or 0.0)))
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": "sweep",

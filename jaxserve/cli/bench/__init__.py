@@ -8,7 +8,7 @@ from jaxserve.cli.bench import compare, run, sweep
 ACTIONS: Final = ("run", "sweep", "compare")
 EPILOG: Final = """\
 examples:
-  jaxserve bench --num-requests 100 --rate 2 --limit ttft=0.5 --limit itl_p95=0.1
+  jaxserve bench --rate 2 --limit ttft=0.5 --limit itl_p95=0.1
   jaxserve bench --workload w.jsonl --limit e2e=10 --repeats 5 --out run1
   jaxserve bench --target grpc://127.0.0.1:50051 --workload w.jsonl \\
       --metrics-url http://127.0.0.1:9100/metrics

@@ -73,7 +73,8 @@ def _attainment(attainment: Mapping[str, Any]) -> Iterator[str]:
     columns = [whole, *(classes[name] for name in names)][:5]
     limits = sorted({limit for column in columns for limit in column["limits"]})
     for limit in limits:
-        cells = (_percent(column["limits"].get(limit, {}).get("share")) for column in columns)
+        shares = (column["limits"].get(limit) for column in columns)
+        cells = ("" if share is None else _percent(share["share"]) for share in shares)
         yield f"  {_cut(limit, 24):<24}" + "".join(f"{cell:>10}" for cell in cells)
     yield f"{'  all of them, and ok':<26}" + "".join(
         f"{_percent(column['share']):>10}" for column in columns
@@ -113,6 +114,17 @@ def _server(result: Mapping[str, Any]) -> Iterator[str]:
         f"peak memory {'unknown' if memory is None else f'{memory / 2**30:.2f} GiB'}",
     ]
     yield from _wrap(f"server    {' · '.join(facts)}")
+    yield from _wrap(f"energy    {_energy(result['energy'])}")
+
+
+def _energy(energy: Mapping[str, Any]) -> str:
+    missing = "; ".join(f"{part}: {why}" for part, why in energy["missing"].items())
+    if energy["joules"] is None:
+        return f"not known ({missing})"
+    each = energy["per_compliant_token"]
+    by_token = "no compliant token" if each is None else f"{each:.3g} J by compliant token"
+    parts = ", ".join(energy["parts"])
+    return f"{energy['joules']:.0f} J ({parts}), {by_token}" + (f"; {missing}" if missing else "")
 
 
 def summarize_sweep(sweep: Mapping[str, Any]) -> str:
