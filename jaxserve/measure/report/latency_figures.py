@@ -165,8 +165,8 @@ def _limit_text(limit: Limit) -> str:
 def _time_axis(values: Sequence[float], unit: str, *, is_log: bool) -> Axis:
     if is_log:
         low, high = log_bounds(min(values), max(values))
-        return Axis(label=f"{unit}, logarithmic", low=low, high=high, kind="log")
-    return Axis(label=unit, low=0, high=nice_top(max(values)))
+        return Axis(label=f"time, {unit}, logarithmic", low=low, high=high, kind="log")
+    return Axis(label=f"time, {unit}", low=0, high=nice_top(max(values)))
 
 
 def _build_table(name: str, result: Mapping[str, Any], observed: Observed | None) -> Table:

@@ -9,7 +9,7 @@ from jaxserve.measure.report.observed import Observed
 from jaxserve.measure.report.scales import say, say_share
 
 OUTCOMES: Final[Mapping[str, str]] = {
-    "short": "short: ended before the tokens it was to have",
+    "short": "short of the tokens it was to have",
     "refused": "refused before anything ran",
     "failed": "failed later",
     "timed_out": "timed out, or its deadline passed",
@@ -30,7 +30,7 @@ def build_section(result: Mapping[str, Any], observed: Observed | None) -> Secti
         tables.append((title, Table(head=("requests", "outcome", "message"), rows=rows)))
     absent = [] if figures else ["Outcomes: the result has none."]
     return Section(
-        key="outcomes", title="Outcomes and limits", figures=figures, tables=tables, absent=absent
+        key="met", title="Outcomes and limits", figures=figures, tables=tables, absent=absent
     )
 
 

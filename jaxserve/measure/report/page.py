@@ -20,8 +20,10 @@ from jaxserve.measure.report.style import STYLE
 # Nothing is loaded and nothing runs, whatever may have got into a page.
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 NAME_WIDTH: Final = 48
-VALUE_WIDTH: Final = 4000
-MAX_ROWS: Final = 2000  # of a folded table
+CELL_WIDTH: Final = 1000
+MAX_ROWS: Final = 500  # of a table
+MAX_WARNINGS: Final = 30
+CARD_COLUMNS: Final = 2  # of a table that is as narrow as a figure
 
 
 def build_page(result: Mapping[str, Any], sections: Sequence[Section]) -> str:
@@ -124,7 +126,7 @@ def _warnings(warnings: Sequence[Any]) -> Markup:
     return element(
         "ul",
         {"class": "warnings", "aria-label": "warnings"},
-        *(element("li", {}, shorten(str(warning), 600)) for warning in warnings),
+        *(element("li", {}, shorten(str(warning), 600)) for warning in warnings[:MAX_WARNINGS]),
     )
 
 
@@ -234,14 +236,19 @@ def _sweep_tiles(result: Mapping[str, Any]) -> Sequence[_Tile]:
 
 
 def _section(section: Section) -> Markup:
+    cards = [_figure(figure) for figure in section.figures]
+    wide = []
+    for title, table in section.tables:
+        if len(table.head) > CARD_COLUMNS or _has_words(table):
+            wide.append(_fold(title, table, is_open=True))
+        else:
+            cards.append(element("div", {"class": "card"}, _fold(title, table, is_open=True)))
     return element(
         "section",
         {"id": section.key, "aria-labelledby": f"{section.key}-heading"},
         element("h2", {"id": f"{section.key}-heading"}, section.title),
-        element("div", {"class": "grid"}, *map(_figure, section.figures))
-        if section.figures
-        else "",
-        *(_fold(title, table, is_open=True) for title, table in section.tables),
+        element("div", {"class": "grid"}, *cards) if cards else "",
+        *wide,
         *(element("p", {"class": "absent"}, f"Not shown: {line}") for line in section.absent),
     )
 
@@ -284,37 +291,42 @@ def _legend(figure: Figure) -> Markup:
     )
 
 
-def _fold(title: str, table: Table, *, is_open: bool = False) -> Markup:
-    """Returns a table that is opened by a click; its text columns are wide."""
-    has_words = any(len(cell) > 40 for row in table.rows for cell in row)
+def _has_words(table: Table) -> bool:
+    """Returns whether cells are sentences, which want the whole width."""
+    return any(len(cell) > 40 for row in table.rows for cell in row)
+
+
+def _fold(title: str, table: Table, *, is_open: bool = False, name: str = "") -> Markup:
+    """Returns a table that is opened by a click.
+
+    Args:
+      name: a class of the style sheet.
+    """
+    attributes = {"class": name} if name else {}
+    rows = [element("tr", {}, *map(_cell, row)) for row in table.rows[:MAX_ROWS]]
+    if len(table.rows) > MAX_ROWS:
+        more = f"and {len(table.rows) - MAX_ROWS} more"
+        rows.append(element("tr", {}, element("td", {"colspan": len(table.head)}, more)))
+    head = (element("th", {"scope": "col"}, name) for name in table.head)
     return element(
         "details",
-        {"open": "open"} if is_open else {},
+        {**attributes, "open": "open"} if is_open else attributes,
         element("summary", {}, title),
         element(
             "div",
             {"class": "scroll", "tabindex": "0", "role": "group", "aria-label": title},
             element(
                 "table",
-                {"class": "words"} if has_words else {},
-                element(
-                    "thead",
-                    {},
-                    element(
-                        "tr", {}, *(element("th", {"scope": "col"}, name) for name in table.head)
-                    ),
-                ),
-                element(
-                    "tbody",
-                    {},
-                    *(
-                        element("tr", {}, *(element("td", {}, cell) for cell in row))
-                        for row in table.rows
-                    ),
-                ),
+                {"class": "words"} if _has_words(table) else {},
+                element("thead", {}, element("tr", {}, *head)),
+                element("tbody", {}, *rows),
             ),
         ),
     )
+
+
+def _cell(text: str) -> Markup:
+    return element("td", {}, shorten(text, CELL_WIDTH))
 
 
 def _footer(result: Mapping[str, Any]) -> Markup:
@@ -328,7 +340,11 @@ def _footer(result: Mapping[str, Any]) -> Markup:
     return element(
         "footer",
         {"id": "about"},
-        *(_fold(title, table) for title, table in folded if table.rows),
+        *(
+            _fold(title, table, name="printed" if title.startswith("Manifest") else "")
+            for title, table in folded
+            if table.rows
+        ),
         element(
             "p",
             {"class": "absent"},
@@ -352,8 +368,7 @@ def _repeats_table(result: Mapping[str, Any]) -> Table:
 
 
 def _flat_table(whole: Mapping[str, Any]) -> Table:
-    rows = [[name, shorten(value, VALUE_WIDTH)] for name, value in _flatten("", whole)]
-    return Table(head=("", ""), rows=rows[:MAX_ROWS])
+    return Table(head=("", ""), rows=list(_flatten("", whole)) if whole else ())
 
 
 def _flatten(path: str, value: Any) -> Iterator[tuple[str, str]]:  # noqa: ANN401  # any JSON value

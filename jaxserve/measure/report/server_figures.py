@@ -142,7 +142,7 @@ def _device_time(result: Mapping[str, Any]) -> BarFigure | None:
     communication_s = facts.count(delta, "step_communication_seconds_total")
     parts = (
         ("busy with steps", busy_s),
-        ("host gap: requests were there, but no work was given", gap_s),
+        ("host gap: requests, but no work", gap_s),
         ("idle: no request", idle_s),
     )
     return BarFigure(

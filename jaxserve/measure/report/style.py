@@ -17,11 +17,11 @@ SERIES: Final = (
 )
 _LIGHT: Final = (
     "--ground:#fff;--card:#f7f8fa;--ink:#1b1f24;--soft:#57606a;--grid:#e1e4e8;--edge:#d0d7de;"
-    "--heat:#0a4f8a;--over:#fff;--warn:#fff4d6;--warn-edge:#b58100;--rule:#1b1f24;"
+    "--heat:#0a4f8a;--warn:#fff4d6;--warn-edge:#b58100;--rule:#1b1f24;"
 ) + "".join(f"--c{place}:{light};" for place, (light, _, _) in enumerate(SERIES))
 _DARK: Final = (
     "--ground:#0f1318;--card:#171c23;--ink:#e6eaef;--soft:#a3adb8;--grid:#2a313a;--edge:#333c47;"
-    "--heat:#7cc4ff;--over:#0b1016;--warn:#3a2f10;--warn-edge:#d9a520;--rule:#e6eaef;"
+    "--heat:#3d8fd0;--warn:#3a2f10;--warn-edge:#d9a520;--rule:#e6eaef;"
 ) + "".join(f"--c{place}:{dark};" for place, (_, dark, _) in enumerate(SERIES))
 _SERIES_RULES: Final = "".join(
     f".line.c{place},.whisker.c{place}{{stroke:var(--c{place})}}"
@@ -48,11 +48,11 @@ dl.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(230px,1fr));
 margin:12px 0;font-size:.87rem}
 dl.facts dt{color:var(--soft);font-size:.8rem}
 dl.facts dd{margin:0 0 4px}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(158px,1fr));gap:10px;
+.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(164px,1fr));gap:10px;
 margin:16px 0}
 .tile{background:var(--card);border:1px solid var(--edge);border-radius:8px;padding:10px 12px}
 .tile .name{color:var(--soft);font-size:.8rem}
-.tile .value{font-size:1.35rem;font-weight:600;font-variant-numeric:tabular-nums;line-height:1.25}
+.tile .value{font-size:1.2rem;font-weight:600;font-variant-numeric:tabular-nums;line-height:1.25}
 .tile .more{color:var(--soft);font-size:.8rem}
 .warnings{background:var(--warn);border:1px solid var(--warn-edge);border-left-width:5px;
 border-radius:6px;padding:8px 12px 8px 28px;margin:12px 0}
@@ -65,14 +65,13 @@ figcaption p{color:var(--soft);font-size:.8rem;margin:0 0 8px}
 font-size:.8rem}
 .legend li{display:flex;align-items:center;gap:6px}
 .legend svg{flex:none}
-svg.plot{display:block;width:100%;height:auto;max-width:560px}
+svg.plot{display:block;width:100%;height:auto;max-width:500px}
 .plot text{font-size:12px;fill:var(--ink);font-family:inherit;font-variant-numeric:tabular-nums}
 .plot .label{fill:var(--soft)}
 .plot .small{font-size:10px}
 .plot .end{text-anchor:end}
 .plot .mid{text-anchor:middle}
 .plot .halo{paint-order:stroke;stroke:var(--card);stroke-width:4px;stroke-linejoin:round}
-.plot .over{fill:var(--over)}
 .plot .grid{display:inline;stroke:var(--grid);fill:none}
 .plot .axis,.plot .tick{stroke:var(--soft);fill:none}
 .line{fill:none;stroke-width:2;stroke-linejoin:round}
@@ -84,25 +83,33 @@ svg.plot{display:block;width:100%;height:auto;max-width:560px}
 .none{fill:none}
 details{margin-top:8px;font-size:.87rem}
 summary{cursor:pointer;color:var(--soft)}
-section>details,footer>details{background:var(--card);border:1px solid var(--edge);
+section>details,footer>details,.card{background:var(--card);border:1px solid var(--edge);
 border-radius:8px;padding:8px 12px;margin:12px 0}
+.card{margin:0;min-width:0}
+.card details{margin:0}
 .scroll{overflow-x:auto;max-height:420px;overflow-y:auto}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin-top:6px;font-size:.82rem;
 overflow-wrap:normal}
 th,td{text-align:right;padding:2px 8px;border-bottom:1px solid var(--grid);vertical-align:top}
 th{color:var(--soft);font-weight:500}
 th:first-child,td:first-child,table.words th,table.words td{text-align:left}
-table.words td{overflow-wrap:anywhere;min-width:56px}
+table.words td{overflow-wrap:anywhere;min-width:5em}
+footer table.words td:first-child{min-width:11em}
 .absent{color:var(--soft);font-size:.87rem}
 footer{margin-top:32px;border-top:1px solid var(--edge);padding-top:8px}
 @media print{
 @page{margin:12mm}
-body{max-width:none;padding:0;font-size:10pt}
+body{max-width:none;padding:0;font-size:9.5pt}
+h2{margin-top:16px}
 nav{display:none}
-.grid{grid-template-columns:1fr 1fr;gap:10px}
-figure,.tile,tr{break-inside:avoid}
+.grid{display:block;columns:2;column-gap:10px}
+.grid>*{margin:0 0 10px}
+.tiles{grid-template-columns:repeat(5,1fr)}
+.tile .value{font-size:1.05rem}
+figure,.card,.tile,tr{break-inside:avoid}
 h2,h3{break-after:avoid}
 figure details{display:none}
+details.printed::details-content{content-visibility:visible}
 .scroll{overflow:visible;max-height:none}
 *{-webkit-print-color-adjust:exact;print-color-adjust:exact}
 }

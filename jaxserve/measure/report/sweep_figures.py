@@ -148,7 +148,7 @@ def _latency(name: str, load: str, points: _Points, limits: Limits) -> LineFigur
         title=title,
         about=f"{about}. Of ok requests, by load.{note}",
         x=_load_axis(load, points),
-        y=Axis(label=unit, low=0, high=nice_top(high * factor)),
+        y=Axis(label=f"time, {unit}", low=0, high=nice_top(high * factor)),
         series=[
             Series(name=part, points=[(at, y * factor) for at, y in lines[part]], shape="dots")
             for part in QUANTILES
