@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 PATHS: Final = frozenset({"/", "/metrics"})
 MAX_SCRAPES: Final = 16  # at once; more wait their turn
-SILENCE_S: Final = 10.0  # a client that says nothing is given up
+PATIENCE_S: Final = 10.0  # a client that has not asked and read by then is given up
 MAX_SHARE: Final = 0.05  # of one processor, for making answers
 MAX_REST_S: Final = 0.5
 ANSWER_DEPENDS_ON: Final = (
@@ -67,7 +67,8 @@ class MetricsEndpoint:
         logger.info("serving metrics url=%s prefix=%s", url, section.prefix)
 
     def close(self) -> None:
-        """Stops listening; answers that have begun are given."""
+        """Stops listening, whoever waits; an answer that has begun may still be given."""
+        self._server.is_closing = True
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -134,13 +135,18 @@ class Paced:
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread for each scrape, a bounded number at once."""
+    """A thread for each scrape, a bounded number at once and each for a bounded time.
+
+    Attributes:
+      is_closing: nobody waits for room any more.
+    """
 
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, address: tuple[Any, ...], family: socket.AddressFamily) -> None:
         self.address_family = family
+        self.is_closing = False
         self._room = threading.Semaphore(MAX_SCRAPES)
         super().__init__(address, _Handler)
 
@@ -151,13 +157,21 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
-        self._room.acquire()
+        while not self._room.acquire(timeout=POLL_S):
+            if self.is_closing:
+                self.shutdown_request(request)
+                return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+        # for all of it: a timeout of the socket is one of each byte, and some send them singly
+        cut = threading.Timer(PATIENCE_S, _hang_up, (request,))
+        cut.daemon = True
+        cut.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
+            cut.cancel()
             self._room.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -166,10 +180,13 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = SILENCE_S
-
     def log_message(self, format: str, *args: object) -> None:
         """Scrapes are not logged."""
+
+
+def _hang_up(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has gone by itself
+        request.shutdown(socket.SHUT_RDWR)
 
 
 def _bind(section: MetricsSection) -> _Server:

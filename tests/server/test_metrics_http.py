@@ -1,6 +1,7 @@
 """The endpoint: what it answers, to whom, and that nobody disturbs it or the engine through it."""
 
 import concurrent.futures
+import contextlib
 import http.client
 import logging
 import socket
@@ -264,6 +265,62 @@ def test_clients_that_say_nothing_keep_nobody_out(endpoint: MetricsEndpoint) -> 
     finally:
         for connection in silent:
             connection.close()
+
+
+def drip(endpoint: MetricsEndpoint, done: threading.Event) -> contextlib.ExitStack:
+    """Takes all the room with clients that send a byte now and then, and never a whole question."""
+    stack = contextlib.ExitStack()
+    sockets = [
+        stack.enter_context(socket.create_connection(("127.0.0.1", endpoint.port)))
+        for _ in range(MAX_SCRAPES + 4)
+    ]
+
+    def send() -> None:
+        while not done.wait(0.01):
+            for connection in sockets:
+                with contextlib.suppress(OSError):  # the endpoint has given it up
+                    connection.sendall(b"G")
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    stack.callback(sender.join)
+    stack.callback(done.set)
+    return stack
+
+
+def test_clients_that_send_a_byte_now_and_then_are_given_up_too(
+    endpoint: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_http, "PATIENCE_S", 0.2)
+    with drip(endpoint, threading.Event()):
+        assert "jaxserve_output_tokens_total 7.0" in scrape(endpoint.port)[1]
+
+
+class Room(threading.Semaphore):
+    """Says when somebody did not get in."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(value)
+        self.is_full = threading.Event()
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        has_room = super().acquire(blocking, timeout)
+        if not has_room:
+            self.is_full.set()
+        return has_room
+
+
+def test_it_closes_at_once_while_all_its_room_is_taken(
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_http, "PATIENCE_S", 3600.0)
+    endpoint = MetricsEndpoint(metrics, MetricsSection(port=0))
+    endpoint._server._room = room = Room(MAX_SCRAPES)
+    with drip(endpoint, threading.Event()):
+        room.is_full.wait()
+        endpoint.close()  # a `close` that waits for one of them never ends
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", endpoint.port))
 
 
 def test_a_client_that_leaves_in_the_middle_makes_no_noise(
