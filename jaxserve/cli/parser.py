@@ -21,6 +21,7 @@ from jaxserve.cli import (
     trace,
     workload,
 )
+from jaxserve.cli.usage import CommandParser
 
 DESCRIPTION: Final = """\
 A measured serving runtime for language models on one node.
@@ -46,8 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=_version())
+    kind: type[argparse.ArgumentParser] = CommandParser
     commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
+        title="commands", metavar="COMMAND", required=True, parser_class=kind
     )
     generate.add_parser(commands)
     chat.add_parser(commands)
@@ -64,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(CommandParser):
     """Knows that an action may be left out."""
 
     @override

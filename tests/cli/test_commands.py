@@ -232,12 +232,19 @@ def test_serve_passes_its_options_on_and_says_how_it_ended(
         ("generate --prompt a --token-ids 1", "not allowed with"),
         ("generate --token-ids 1,x --json", "'1,x' is not a list of ids"),
         ("generate --prompt a --dtype int8", "invalid choice: 'int8'"),
-        ("generate --prom a", "required"),
+        ("generate --prom a", "has no option --prom; did you mean --prompt?"),
+        ("generate --promt a", "has no option --promt; did you mean --prompt?"),
+        ("generate --prompt a --max-token=5", "has no option --max-token; did you mean --max-to"),
+        ("generate --prompt a --zzz", "jaxserve generate has no option --zzz; see"),
+        ("generate --prompt a m extra", "unrecognized arguments: extra"),
+        ("config shw", "invalid choice: 'shw'; did you mean show?"),
+        ("generte --prompt a", "invalid choice: 'generte'; did you mean generate?"),
+        ("xyz", "invalid choice: 'xyz'; choose from generate, chat"),
         ("serve --port x", "invalid int value: 'x'"),
         ("", "COMMAND"),
     ],
 )
-def test_wrong_usage_is_exit_code_2(
+def test_wrong_usage_is_one_line_and_exit_code_2(
     words: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -245,7 +252,17 @@ def test_wrong_usage_is_exit_code_2(
     assert caught.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert said in captured.err
+    (line,) = captured.err.splitlines()
+    assert line.startswith("jaxserve: error: ")
+    assert line.endswith(" --help`")
+    assert said in line
+
+
+def test_what_stands_behind_two_dashes_or_an_equals_sign_is_no_option() -> None:
+    parser = build_parser()
+    assert parser.parse_args(["generate", "--prompt=--promt"]).prompt == "--promt"
+    assert parser.parse_args(["generate", "--prompt", "-- a b"]).prompt == "-- a b"
+    assert parser.parse_args(["generate", "--prompt", "a", "--", "--m"]).model == "--m"
 
 
 @pytest.mark.parametrize(
