@@ -136,8 +136,9 @@ def _open(options: argparse.Namespace, config: Config) -> Iterator[_Batch]:
         job, num_all = _read_through(file, options.seed, config)
         output = None
         if options.output != STREAM:
-            _check_apart(file, Path(options.output))
-            output = OutputFile(Path(options.output), overwrite=options.overwrite)
+            path = _find_output(options.output)
+            _check_apart(file, path)
+            output = OutputFile(path, overwrite=options.overwrite)
             stack.callback(output.close)
             output.open(job or Job(input_sha256="", seed=options.seed))
         counts = Counts()
@@ -169,6 +170,24 @@ def _read_through(file: BinaryIO, seed: int, config: Config) -> tuple[Job | None
     num_all = sum(1 for _ in raws)
     file.seek(start)
     return Job(input_sha256=raws.digest.hexdigest(), seed=seed), num_all
+
+
+def _find_output(name: str) -> Path:
+    """Returns the path of the file to write: what a link leads to, so that the link stays.
+
+    Raises:
+      BatchError: it cannot be a file, or it is something that must not be replaced by one.
+    """
+    if not name:
+        raise BatchError("the output has no name; name a file, or - for stdout")
+    path = Path(name)
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
+    if path.is_dir():
+        raise BatchError(f"the output {path} is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        raise BatchError(f"the output {path} is a pipe or a device; use -o - and redirect stdout")
+    return path
 
 
 def _check_apart(file: BinaryIO, path: Path) -> None:
@@ -223,10 +242,11 @@ def _answer_with(llm: LLM, options: argparse.Namespace, batch: _Batch) -> None:
 
 def _describe(llm: LLM) -> dict[str, object]:
     """Returns what of the model decides an output; compared when a batch is resumed."""
-    model = llm.model
+    model, kv_dtype = llm.model, llm.engine.config.kv.dtype
     return {
         "name": model.name,
         "dtype": model.dtype,
+        "kv_dtype": model.dtype if kv_dtype == "auto" else kv_dtype,
         "quantization": model.quantization,
         "max_model_tokens": model.max_model_tokens,
         "weights": _sample(Path(model.path)) if model.path else "",

@@ -96,8 +96,6 @@ class OutputFile:
         self._clock = clock
         self._num_bytes = 0  # of whole lines
         self._synced_s = clock()
-        if path.is_dir():
-            raise BatchError(f"the output {path} is a folder; name a file in it")
         self._fd = self._lock()
 
     def open(self, job: Job) -> None:

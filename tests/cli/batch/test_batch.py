@@ -46,6 +46,7 @@ class Batches:
     def _load(self, name: str, config: Config, *, progress: object = None) -> Engine:
         engine, _ = build_engine(num_pages=60, bounds=config.limits)
         engine.model = dataclasses.replace(engine.model, **self.model)
+        engine.config = engine.config.model_copy(update={"kv": config.kv})
         self.engines.append(engine)
         return engine
 
@@ -415,6 +416,7 @@ def test_two_processes_never_write_one_output(
         (".", "out.jsonl", "the input {} cannot be read: Is a directory"),
         ("in.jsonl", "no/out.jsonl", "cannot write {}/no/out.jsonl.partial: No such file"),
         ("in.jsonl", ".", "the output {} is a folder"),
+        ("in.jsonl", "fifo", "the output {}/fifo is a pipe or a device"),
         ("in.jsonl", "in.jsonl", "the input is {}/in.jsonl itself"),
         ("out.jsonl.partial", "out.jsonl", "the input is {}/out.jsonl.partial itself"),
     ],
@@ -426,9 +428,40 @@ def test_files_that_will_not_do_are_named_before_anything_is_loaded(
     folder = batches.source.parent
     if source.endswith(".partial"):
         write(batches.partial, [good("a")])
+    os.mkfifo(folder / "fifo")
     assert main(["batch", "-i", str(folder / source), "-o", str(folder / out), "--quiet"]) == 1
     assert said.format(folder) in error_of(capsys)
     assert batches.engines == []
+
+
+@pytest.mark.parametrize(
+    ("out", "said"), [("", "the output has no name"), (".", "the output . is a folder")]
+)
+def test_an_output_that_has_no_name_is_one_line(
+    out: str, said: str, batches: Batches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(batches.source, [good("a")])
+    assert main(["batch", "-i", str(batches.source), "-o", out, "--quiet"]) == 1
+    assert said in error_of(capsys)
+
+
+def test_a_link_is_followed_and_stays(batches: Batches) -> None:
+    write(batches.source, [good("a")])
+    target = batches.out.with_name("elsewhere.jsonl")
+    batches.out.symlink_to(target)
+    assert batches.run() == 0
+    assert batches.out.is_symlink()
+    assert len(read(target)) == 1
+
+
+def test_another_kind_of_cached_numbers_is_another_run(
+    batches: Batches, stop_after: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(batches.source, [good(f"g{n}") for n in range(9)])
+    stop_after(4)
+    batches.run()
+    assert batches.run("--set", "kv.dtype=float32") == 1
+    assert "the model's kv_dtype was '' and is 'float32'" in error_of(capsys)
 
 
 def test_a_full_disk_keeps_what_is_done(
