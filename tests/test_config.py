@@ -119,6 +119,49 @@ def test_a_whole_section_in_one_variable_is_refused(monkeypatch: pytest.MonkeyPa
     assert "unknown variable JAXSERVE_MODEL" in message()
 
 
+@pytest.mark.parametrize("value", ["3", '"x"', "null", "[1]", '{"page_size": 8}'])
+def test_a_section_in_one_variable_is_one_problem_whatever_it_says(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAXSERVE_KV", value)
+    with pytest.raises(ConfigError, match=r"unknown variable JAXSERVE_KV; `jaxserve config show`"):
+        load_config()
+
+
+def test_a_misspelt_variable_is_told_once_and_its_prefix_is_near_to_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("JAXSERVE_KV__PAGESIZE", "8")
+    with pytest.raises(ConfigError, match=r"did you mean JAXSERVE_KV__PAGE_SIZE\?$"):
+        load_config()
+    monkeypatch.delenv("JAXSERVE_KV__PAGESIZE")
+    monkeypatch.setenv("JAXSERVE_FOO", "8")
+    with pytest.raises(ConfigError, match=r"JAXSERVE_FOO; `jaxserve config show` lists the keys$"):
+        load_config()
+
+
+@pytest.mark.parametrize("key", ["server.port", "kv.num_pages", "log.interval_s", "kv.dtype"])
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_truth_value_is_no_number(key: str, value: str, tmp_path: Path) -> None:
+    section, _, name = key.partition(".")
+    file = tmp_path / "a.toml"
+    file.write_text(f"[{section}]\n{name} = {value}\n")
+    with pytest.raises(ConfigError, match=f"{key} is {value.title()}, but true and false"):
+        load_config(file)
+
+
+def test_a_file_of_windows_may_begin_with_a_mark(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_bytes(b"\xef\xbb\xbf[kv]\r\npage_size = 8\r\n")
+    assert load_config(file).kv.page_size == 8
+
+
+@pytest.mark.parametrize("sizes", [{"frst": 1, "last": 4, "ratio": 2}, {}, {"first": 1}])
+def test_a_geometric_list_says_what_it_needs(sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="a geometric list has the integers first, last and"):
+        load_config(flags={"buckets.decode_seqs": sizes})
+
+
 def test_a_list_that_is_not_json_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXSERVE_BUCKETS__DECODE_SEQS", "2,4")
     text = message()

@@ -172,7 +172,7 @@ def _validate(sources: Sequence[_Source]) -> tuple[Config | None, list[str]]:
 def _read_file(path: Path | str) -> _Source:
     source = _Source(where=str(path), kind="file")
     try:
-        source.add(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        source.add(tomllib.loads(Path(path).read_text(encoding="utf-8-sig")))
     except (OSError, ValueError) as error:
         match error:
             case OSError():
@@ -194,7 +194,8 @@ def _read_environment() -> _Source:
     given = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX))
     for name in given:
         if name.upper() not in known:
-            hint = _did_you_mean(name, known)
+            bare = [other.removeprefix(ENV_PREFIX) for other in known]  # the prefix is near to all
+            hint = _did_you_mean(name.upper().removeprefix(ENV_PREFIX), bare, prefix=ENV_PREFIX)
             source.problems.append(f"environment: unknown variable {name}{hint}")
 
     class Settings(Config, pydantic_settings.BaseSettings):
@@ -211,7 +212,10 @@ def _read_environment() -> _Source:
             f"environment: {among}: not JSON; lists are JSON, such as [2, 8, 32]"
         )
         return source
-    source.add(values)
+    keys = known_keys()  # the others were told above
+    for section, found in values.items():
+        if isinstance(found, Mapping):
+            source.add({section: {key: found[key] for key in found if f"{section}.{key}" in keys}})
     return source
 
 
@@ -245,14 +249,20 @@ def _is_list(dotted: str) -> bool:
     return False
 
 
-def _did_you_mean(name: str, known: list[str]) -> str:
-    """Returns "; did you mean …?", or what there is when nothing is near."""
+def _did_you_mean(name: str, known: list[str], *, prefix: str = "") -> str:
+    """Returns "; did you mean …?", or what there is when nothing is near.
+
+    Args:
+      prefix: that `name` and `known` lack, and the answer has.
+    """
     # the last part counts too: `max_seqs` in the wrong section is still a near miss
     last = re.split(r"\.|__", name.lower())[-1]
     near = [other for other in known if re.split(r"\.|__", other.lower())[-1] == last]
     near = near or difflib.get_close_matches(name, known, n=1)
     if near:
-        return f"; did you mean {near[0]}?"
+        return f"; did you mean {prefix}{near[0]}?"
+    if prefix:
+        return "; `jaxserve config show` lists the keys"
     section = name.partition(".")[0]
     others = [other for other in known if other.startswith(f"{section}.")] or known
     return f"; known: {', '.join(others)}"

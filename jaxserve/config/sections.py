@@ -18,6 +18,15 @@ class Section(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_values(cls, value: object, info: pydantic.ValidationInfo) -> object:
+        """pydantic reads true as 1, and so would `port = true`."""
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise ValueError("true and false are no value of this key")
+        return value
+
 
 class ModelSection(Section):
     """The model as it is served."""
@@ -78,6 +87,8 @@ def _expand_geometric(sizes: object) -> object:
                 raise ValueError("a geometric list needs 1 ≤ first ≤ last, ratio ≥ 2, no more")
             steps = range(last.bit_length())  # ratio is at least 2
             return [first * ratio**n for n in steps if first * ratio**n <= last]
+        case dict():
+            raise ValueError("a geometric list has the integers first, last and ratio")
     return sizes
 
 
