@@ -18,6 +18,7 @@ from jaxserve.cli.options import (
 from jaxserve.cli.progress import StartProgress
 from jaxserve.cli.terminal import write_text
 from jaxserve.engine import Delta, Engine, Finished
+from jaxserve.engine.limits import check_sampling
 from jaxserve.errors import ContextLengthError, NoChatTemplateError, RequestError
 from jaxserve.request import (
     ChatMessage,
@@ -85,9 +86,11 @@ def run(options: argparse.Namespace) -> int:
         raise NoChatTemplateError(
             f"{engine.model.name} has no chat template, so it cannot chat; use `jaxserve generate`"
         )
+    sampling = read_sampling(options, engine.model)
+    check_sampling(sampling, model=engine.model, limits=config.limits)  # not at every turn
     engine.start()
     try:
-        chat = Chat(engine, read_sampling(options, engine.model), system=options.system)
+        chat = Chat(engine, sampling, system=options.system)
         return talk(chat, is_quiet=options.quiet)
     finally:
         engine.stop()

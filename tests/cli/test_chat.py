@@ -104,6 +104,18 @@ def test_a_line_that_is_not_utf8_is_refused_alone(chat: Run) -> None:
     assert "the turn was refused: messages holds a lone surrogate" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(("--temperature", "nan"), "temperature is nan"), (("--stop", ""), "an empty string")],
+)
+def test_a_flag_that_will_not_do_is_told_before_the_first_turn(
+    words: tuple[str, str], said: str, chat: Run
+) -> None:
+    code, out, err = chat("", *words)
+    assert (code, out) == (1, "")
+    assert said in err
+
+
 def test_a_model_without_a_template_cannot_chat(chat: Run) -> None:
     code, out, err = chat("hi\n", template=None)
     assert (code, out) == (1, "")

@@ -50,6 +50,8 @@ class Message(pydantic.BaseModel):
 
 
 def _as_list(value: object) -> object:
+    if value is not None and not isinstance(value, str | list):
+        raise _wrong(f"is {_short(value)}, but must be a string or a list of strings")
     return [value] if isinstance(value, str) else value
 
 

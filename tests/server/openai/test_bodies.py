@@ -144,6 +144,7 @@ def test_messages_become_a_conversation() -> None:
         (COMPLETIONS, {"prompt": "a", "messages": HI}, "messages", "not a known field"),
         (CHAT, {"messages": []}, "messages", "needs at least one entry"),
         (CHAT, {"messages": "hi"}, "messages", "'hi', but must be a list"),
+        (CHAT, {"stop": 5}, "stop", "5, but must be a string or a list of strings"),
         (CHAT, {"messages": [5]}, "messages[0]", "5, but must be an object"),
         (CHAT, {"messages": [*HI, {"role": "user"}]}, "messages[1].content", "missing"),
         (CHAT, {"messages": [{"role": "me", "content": ""}]}, "messages[0].role", "'developer'"),
