@@ -99,6 +99,7 @@ def test_show_is_of_eighty_columns(
     else:
         assert max(map(len, shown.splitlines())) <= 80
         assert "classes more; --json has all" in shown
+        assert shown.count("\nlonglong") == 12
 
 
 def test_a_closed_loop_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

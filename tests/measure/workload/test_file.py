@@ -19,6 +19,7 @@ from jaxserve.measure.workload import (
     load_workload,
     open_workload,
     save_workload,
+    write_workload,
 )
 from jaxserve.measure.workload.entry import build_workload
 
@@ -202,6 +203,7 @@ GOOD: Final = {"at_s": 0, "prompt_tokens": 4, "wanted_tokens": 2}
         ({"at_s": -1}, "at_s is -1, but must be a number from 0"),
         ({"at_s": True}, "at_s is true"),
         ({"prompt_tokens": 0}, "prompt_tokens is 0, but must be a whole number of at least 1"),
+        ({"prompt_tokens": True}, "prompt_tokens is true, but must be a whole number"),
         ({"prompt_tokens": 1.5}, "prompt_tokens is 1.5, but must be a whole number"),
         (
             {"token_ids": [1]},
@@ -305,6 +307,8 @@ def test_a_cut_or_changed_file_is_refused(tmp_path: Path) -> None:
     for cut in (lines[:-1], lines[:3], [*lines[:-1], lines[-1][:30]], [*lines, lines[1]]):
         path.write_bytes(b"".join(cut))
         assert "its last line is not its end, so it was cut" in problem_of(path)
+    path.write_bytes(b"".join([*lines, lines[-2], lines[-1]]))
+    assert "line 7: it stands after the end; leave it out" in problem_of(path)
     path.write_bytes(b"".join(lines[:2] + lines[3:]))
     assert "has 3 entries, not 4: it was changed" in problem_of(path)
     path.write_bytes(b"".join(lines).replace(b'"priority":-1', b'"priority":-2'))
@@ -315,14 +319,17 @@ def test_a_cut_or_changed_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_write_leaves_nothing(tmp_path: Path) -> None:
-    with (
-        pytest.raises(WorkloadError, match="line 3"),
-        open_workload(
-            write_lines(tmp_path / "bad.jsonl", OPEN, GOOD, {}), needs_end=False
-        ) as opened,
-    ):
-        save_workload(
-            Workload(header=opened.header, entries=tuple(opened.entries), content_hash=""),
-            tmp_path / "new.jsonl",
-        )
+    bad, new = write_lines(tmp_path / "bad.jsonl", OPEN, GOOD, {}), tmp_path / "new.jsonl"
+    with open_workload(bad, needs_end=False) as opened:
+        with pytest.raises(WorkloadError, match="line 3"):
+            write_workload(new, opened.header, opened.entries)
     assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
+def test_no_zero_is_negative(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "w.jsonl", OPEN, {**GOOD, "at_s": -0.0})
+    with open_workload(path, needs_end=False) as opened:
+        made = build_workload(opened.header, opened.entries)
+    path = write_lines(tmp_path / "v.jsonl", OPEN, {**GOOD, "at_s": 0})
+    with open_workload(path, needs_end=False) as opened:
+        assert build_workload(opened.header, opened.entries).content_hash == made.content_hash

@@ -113,6 +113,13 @@ def test_no_content_is_in_it_and_its_keys_are_salted(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "a.jsonl").stat().st_mode) == 0o600
 
 
+def test_a_key_stands_for_all_tokens_before_it(tmp_path: Path) -> None:
+    recorded = record_engine(tmp_path / "r.jsonl", [ask((*A, *B)), ask((*C, *B)), ask((*A, *B))])
+    first, second, third = (one.prompt.blocks for one in recorded.entries)  # type: ignore[union-attr]
+    assert first == third
+    assert not set(first) & set(second)
+
+
 def test_content_is_in_it_where_that_is_asked_for(tmp_path: Path) -> None:
     asked = [ask(prompt) for prompt in PROMPTS]
     recorded = record_engine(tmp_path / "r.jsonl", asked, keeps_content=True)

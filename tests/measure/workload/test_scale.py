@@ -109,6 +109,12 @@ def test_what_was_shared_still_is_in_proportion(divisor: int, block_tokens: int)
     assert expected - 1 < shared <= expected + 1  # of random tokens one more may agree
 
 
+def test_a_block_that_has_no_token_left_is_left_out() -> None:
+    long = entry(0.0, Recipe(num_tokens=513, block_tokens=512, blocks=("a", "b")))
+    (short,) = scale([long], divide_lengths=16)
+    assert short.prompt == Recipe(num_tokens=32, block_tokens=32.0, blocks=("a",))
+
+
 def test_dividing_twice_is_dividing_by_the_product() -> None:
     blocks = ("a", "b", "c")
     one = entry(0.0, Recipe(num_tokens=1536, block_tokens=512, blocks=blocks))

@@ -32,6 +32,7 @@ def of_prompts(prompts: Sequence[Prompt], page_size: int = 4) -> Summary:
         ([recipe(20, "a", "b"), recipe(17, "a", "b")], 16, 1),
         ([recipe(10, "a", "b"), recipe(20, "a", "b")], 8, 1),  # only 2 tokens of b were there
         ([recipe(13, "a", "b"), recipe(20, "a", "b"), recipe(20, "a", "b")], 12 + 16, 2),
+        ([recipe(20, "a", "b"), recipe(10, "a", "b"), recipe(20, "a", "b")], 8 + 16, 2),
         ([recipe(20), recipe(20)], 0, 0),
         ([recipe(7, "a"), recipe(7, "a")], 4, 1),
         ([recipe(3, "a"), recipe(3, "a")], 0, 0),  # less than a page
