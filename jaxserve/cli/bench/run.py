@@ -20,6 +20,7 @@ from jaxserve.cli.bench.table import summarize
 from jaxserve.cli.workload.options import check
 from jaxserve.errors import ResultError
 from jaxserve.measure.bench import Bench, Served
+from jaxserve.measure.report import write_report
 from jaxserve.measure.result import (
     REQUESTS_FILE,
     RESULT_FILE,
@@ -33,7 +34,8 @@ EPILOG: Final = f"""\
 {LIMITS_HELP}
 Requests are sent at their times whatever the server does, and latencies count
 from those times. DIR gets {RESULT_FILE}, with every figure, its definition and
-what was measured on, and {REQUESTS_FILE}, a line for each request.
+what was measured on, {REQUESTS_FILE}, a line for each request, and a page of
+figures (`jaxserve report`).
 
 Exit code 1: not one request ended as it was asked to.
 """
@@ -88,7 +90,9 @@ def run(options: argparse.Namespace) -> int:
     result = run_against(options, work)
     write_result(result, folder / RESULT_FILE)
     print(summarize(result))
+    page = write_report(folder / RESULT_FILE)
     print(f"\nwritten   {folder / RESULT_FILE}, {folder / REQUESTS_FILE}")
+    print(f"page      {page}")
     return exit_codes.OK if result["outcomes"]["ok"] else exit_codes.REFUSED
 
 

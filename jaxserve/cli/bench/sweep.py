@@ -21,11 +21,11 @@ from jaxserve.cli.bench.table import summarize_sweep
 from jaxserve.cli.workload.options import check
 from jaxserve.errors import ConfigError
 from jaxserve.measure.bench import Bench, Served
+from jaxserve.measure.report import SWEEP_FILE, write_report
 from jaxserve.measure.result import JsonObject, RequestWriter, write_result
 from jaxserve.measure.sweep import Search, build_sweep, find_highest
 from jaxserve.measure.targets import Target
 
-SWEEP_FILE: Final = "sweep.json"
 EPILOG: Final = f"""\
 examples:
   jaxserve bench sweep --workload w.jsonl --limit ttft=0.5 --limit itl_p95=0.1
@@ -33,8 +33,8 @@ examples:
 
 The workload's rate is scaled: doubled or halved until one point attains and
 one does not, then the middle of the two is taken until they are within the
-resolution. Prompts are new at each point. DIR gets {SWEEP_FILE} and a result for
-each point.
+resolution. Prompts are new at each point. DIR gets {SWEEP_FILE}, a page of figures
+and a result for each point.
 
 {LIMITS_HELP}
 Exit code 1: no load attained it.
@@ -119,7 +119,9 @@ def run(options: argparse.Namespace) -> int:
     sweep = run_against(options, work)
     write_result(sweep, folder / SWEEP_FILE)
     print(summarize_sweep(sweep))
+    page = write_report(folder / SWEEP_FILE)
     print(f"\nwritten   {folder / SWEEP_FILE}, and {len(files)} points beside it")
+    print(f"page      {page}; of a point: jaxserve report {folder / files[0]}")
     return exit_codes.OK if sweep["best"] is not None else exit_codes.REFUSED
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, ResultError
 from jaxserve.measure.report.figures import (
     NUM_COLOURS,
     BarFigure,
@@ -20,6 +20,7 @@ from jaxserve.measure.report.style import SERIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
 
 INCH: Final = 7.0
 DOTS_PER_INCH: Final = 150
@@ -40,14 +41,15 @@ def write_pngs(figures: Sequence[Figure], folder: Path) -> list[Path]:
 
     Raises:
       ConfigError: matplotlib is not installed.
+      ResultError: the folder cannot be made.
     """
     check_matplotlib()
     # Figure without pyplot: no window, no backend of a screen, no global list of figures
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
 
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
+    _make_folder(folder)
     with rc_context({"text.usetex": False, "text.parse_math": False, "font.size": 9}):
         for figure in figures:
             canvas = Canvas(
@@ -55,11 +57,18 @@ def write_pngs(figures: Sequence[Figure], folder: Path) -> list[Path]:
             )
             axes = canvas.add_subplot()
             axes.set_title(figure.title)
-            _draw(figure, axes)
+            _draw(figure, axes, canvas)
             path = folder / f"{figure.key}.png"
             canvas.savefig(path)
             paths.append(path)
     return paths
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResultError(f"the folder {folder} cannot be made: {error.strerror}") from error
 
 
 def _height(figure: Figure) -> float:
@@ -67,17 +76,17 @@ def _height(figure: Figure) -> float:
         case LineFigure():
             return 4.2
         case BarFigure():
-            return 1.2 + 0.32 * len(figure.rows)
+            return 1.4 + 0.32 * len(figure.rows)
         case HeatFigure():
             return 1.6 + 0.5 * len(figure.rows)
 
 
-def _draw(figure: Figure, axes: "Axes") -> None:
+def _draw(figure: Figure, axes: "Axes", canvas: "Canvas") -> None:
     match figure:
         case LineFigure():
             _draw_lines(figure, axes)
         case BarFigure():
-            _draw_bars(figure, axes)
+            _draw_bars(figure, axes, canvas)
         case HeatFigure():
             _draw_heat(figure, axes)
 
@@ -99,7 +108,7 @@ def _draw_lines(figure: LineFigure, axes: "Axes") -> None:
             axes.axhline(rule.value, color="#1b1f24", linestyle=":", label=rule.label)
         else:
             style = (":", "--", "-.")[place % 3]
-            label = f"{shorten(rule.label, WIDTH)} ({say(rule.value)})"
+            label = shorten(rule.label, WIDTH)
             axes.axvline(rule.value, color="#1b1f24", linestyle=style, linewidth=1, label=label)
     if len(figure.series) + len(figure.rules) > 1:
         axes.legend(fontsize=8)
@@ -123,7 +132,7 @@ def _draw_series(series: Series, place: int, axes: "Axes") -> None:
         axes.fill_between(x, y, step="post", color=light, alpha=0.2, linewidth=0)
 
 
-def _draw_bars(figure: BarFigure, axes: "Axes") -> None:
+def _draw_bars(figure: BarFigure, axes: "Axes", canvas: "Canvas") -> None:
     lefts = [0.0] * len(figure.rows)
     places = range(len(figure.rows))
     for part, name in enumerate(figure.parts):
@@ -140,20 +149,18 @@ def _draw_bars(figure: BarFigure, axes: "Axes") -> None:
     for side in ("top", "right", "bottom"):
         axes.spines[side].set_visible(False)
     if len(figure.parts) > 1:
-        axes.legend(fontsize=8, loc="lower right")
+        canvas.legend(fontsize=8, loc="outside lower center", ncols=len(figure.parts))
 
 
 def _draw_heat(figure: HeatFigure, axes: "Axes") -> None:
     heats = [[float("nan") if cell is None else cell.heat for cell in row] for row in figure.cells]
-    axes.imshow(heats, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    # half of the colours alone: the text stays readable on the darkest of them
+    axes.imshow(heats, cmap="Blues", vmin=0, vmax=2, aspect="auto")
     for row, cells in enumerate(figure.cells):
         for column, cell in enumerate(cells):
             if cell is not None:
-                colour = "white" if cell.heat > 0.5 else "black"
-                axes.text(
-                    column, row, f"{cell.text}\n{cell.small}", ha="center", va="center",
-                    color=colour, fontsize=8,
-                )  # fmt: skip
+                text = f"{cell.text}\n{cell.small}"
+                axes.text(column, row, text, ha="center", va="center", fontsize=8)
     axes.set_xticks(range(len(figure.columns)), list(figure.columns))
     axes.set_yticks(range(len(figure.rows)), list(figure.rows))
     axes.set_xlabel(figure.x_label)
