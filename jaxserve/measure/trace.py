@@ -120,7 +120,8 @@ def _host_bars(turns: Iterable[Round]) -> Iterator[_Bar]:
 def _device_bars(turns: Sequence[Round], steps: Sequence[StepTrace]) -> Iterator[_Bar]:
     idle = [span for turn in turns for span in turn.spans if span.phase == "idle"]
     idle.reverse()
-    free_s = _first_free(turns, steps)
+    # a step that is in flight when the first turn begins has started before
+    free_s = next((turn.spans[0].start_s for turn in turns if turn.spans), 0.0)
     for step in steps:
         # the device had nothing until then; without requests that is no gap
         while idle and idle[-1].end_s <= step.start_s:
@@ -135,16 +136,6 @@ def _device_bars(turns: Sequence[Round], steps: Sequence[StepTrace]) -> Iterator
         }  # fmt: skip
         yield _Bar(DEVICE, BUSY, step.bucket, step.start_s, step.ready_s, facts)
         free_s = step.ready_s
-
-
-def _first_free(turns: Sequence[Round], steps: Sequence[StepTrace]) -> float:
-    """Since when the device is known to have had nothing before the first step."""
-    if not steps:
-        return 0.0
-    first = steps[0]
-    is_known = any(turn.launched == first.step_id for turn in turns)  # else turns are dropped
-    since = next((turn.spans[0] for turn in turns if turn.spans), None)
-    return since.start_s if is_known and since is not None else first.start_s
 
 
 def _row_bars(steps: Iterable[StepTrace]) -> Iterator[_Bar]:
