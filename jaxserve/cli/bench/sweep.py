@@ -33,8 +33,8 @@ examples:
 
 The workload's rate is scaled: doubled or halved until one point attains and
 one does not, then the middle of the two is taken until they are within the
-resolution. Prompts are new at each point. DIR gets {SWEEP_FILE}, a page of figures
-and a result for each point.
+resolution. Prompts are new at each point. DIR gets {SWEEP_FILE}, a page of
+figures and a result for each point.
 
 {LIMITS_HELP}
 Exit code 1: no load attained it.
