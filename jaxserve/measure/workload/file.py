@@ -99,7 +99,7 @@ def open_workload(path: Path | str, *, needs_end: bool = True) -> Iterator[Opene
                 entries = _read_loose(lines, header, path, counts)
             yield OpenedWorkload(header=header, end=end, entries=entries, counts=counts)
     except OSError as error:
-        raise WorkloadError(f"{path} cannot be read: {error.strerror}") from error
+        raise WorkloadError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def save_workload(workload: Workload, path: Path | str, *, replace: bool = False) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from jaxserve.errors import WorkloadError
 from jaxserve.measure.workload import (
     Header,
+    Prompt,
     Recipe,
     Workload,
     WorkloadEntry,
@@ -333,3 +335,64 @@ def test_no_zero_is_negative(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "v.jsonl", OPEN, {**GOOD, "at_s": 0})
     with open_workload(path, needs_end=False) as opened:
         assert build_workload(opened.header, opened.entries).content_hash == made.content_hash
+
+
+def draw_entry(draw: random.Random, at_s: float) -> WorkloadEntry:
+    blocks = tuple(draw.choice("abcé") for _ in range(draw.randrange(3)))
+    recipe = Recipe(
+        num_tokens=draw.randrange(40, 60),
+        block_tokens=draw.choice([8.0, 20 / 3]) if blocks else 0.0,
+        blocks=blocks,
+    )
+    prompts: list[Prompt] = [recipe, (1, draw.randrange(9)), draw.choice(["x", 'y"\\\n'])]
+    wanted = draw.choice([None, 1, 2])
+    sampling = draw.choice([{}, {"temperature": 0.0}, {"temperature": 1.0, "seed": 2}])
+    return WorkloadEntry(
+        index=0,
+        at_s=at_s,
+        prompt=draw.choice(prompts),
+        prompt_class=draw.choice(["", "a", "\u2028"]),
+        wanted_tokens=wanted,
+        deadline_s=draw.choice([None, 0.1, 1e-6]),
+        priority=draw.choice([0, -3]),
+        sampling=sampling if wanted else draw.choice([sampling, {"max_tokens": 4}]),
+        group=draw.choice(["", "g"]),
+    )
+
+
+def test_any_workload_comes_back_and_no_two_have_one_hash(tmp_path: Path) -> None:
+    draw = random.Random(11)
+    by_hash: dict[str, Workload] = {}
+    for number in range(300):
+        times = sorted(draw.choice([0.0, 0.5, 1e-6, 12345.678901]) for _ in range(1 + number % 3))
+        header = Header(name="w", prompts="fixed", seed=draw.randrange(2))
+        made = build_workload(header, [draw_entry(draw, at_s) for at_s in times])
+        save_workload(made, tmp_path / "w.jsonl", replace=True)
+        assert load_workload(tmp_path / "w.jsonl") == made
+        assert by_hash.setdefault(made.content_hash, made) == made
+    assert len(by_hash) > 250
+
+
+def test_no_changed_byte_goes_unseen(tmp_path: Path) -> None:
+    path = tmp_path / "w.jsonl"
+    save_workload(MIXED, path)
+    content = path.read_bytes()
+    first = content.index(b"\n") + 1
+    draw, num_refused = random.Random(12), 0
+    for _ in range(400):
+        place = draw.randrange(first, len(content))
+        path.write_bytes(content[:place] + bytes([draw.randrange(256)]) + content[place + 1 :])
+        try:
+            assert load_workload(path).entries == MIXED.entries
+        except WorkloadError:
+            num_refused += 1
+    assert num_refused > 390
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)  # so that opening it for reading does not wait
+    message = problem_of(tmp_path / "pipe")
+    os.close(writer)
+    assert "cannot be read: " in message
+    assert "None" not in message
