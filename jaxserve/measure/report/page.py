@@ -14,7 +14,7 @@ from jaxserve.measure.report.figures import (
     Table,
 )
 from jaxserve.measure.report.markup import Markup, element, shorten, void
-from jaxserve.measure.report.scales import say, say_share, say_time
+from jaxserve.measure.report.scales import say, say_bytes, say_share, say_time
 from jaxserve.measure.report.style import STYLE
 
 # Nothing is loaded and nothing runs, whatever may have got into a page.
@@ -117,7 +117,12 @@ def _describe_limits(limits: Mapping[str, Any]) -> str:
 
 
 def _describe_hardware(hardware: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in hardware.items())
+    return ", ".join(
+        f"{name.removesuffix('_bytes')} {say_bytes(facts.number(value))}"
+        if name.endswith("_bytes") and facts.number(value) is not None
+        else f"{name} {value}"
+        for name, value in hardware.items()
+    )
 
 
 def _warnings(warnings: Sequence[Any]) -> Markup:

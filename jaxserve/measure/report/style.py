@@ -95,7 +95,7 @@ th{color:var(--soft);font-weight:500}
 th:first-child,td:first-child,table.words th,table.words td{text-align:left}
 table.words td{overflow-wrap:anywhere;min-width:5em}
 footer table.words td:first-child{min-width:11em}
-.absent{color:var(--soft);font-size:.87rem}
+.absent{color:var(--soft);font-size:.87rem;margin-top:10px}
 footer{margin-top:32px;border-top:1px solid var(--edge);padding-top:8px}
 @media print{
 @page{margin:12mm}

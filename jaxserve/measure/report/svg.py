@@ -89,9 +89,9 @@ def _draw_lines(figure: LineFigure) -> Markup:
         for tick, label in zip(figure.y.places(), y_labels, strict=True):
             yield void("path", {"d": f"M{left:.1f} {y.at(tick):.1f}H{right:g}", "class": "grid"})
             yield _text(left - 6, y.at(tick) + 4, label, "end")
-        for tick in _spaced(figure.x.places(), x):
-            yield void("path", {"d": f"M{x.at(tick):.1f} {bottom:g}v4", "class": "tick"})
-            yield _text(x.at(tick), bottom + 17, say(tick), "mid")
+        for place, label, middle in _spaced(figure.x.places(), x):
+            yield void("path", {"d": f"M{place:.1f} {bottom:g}v4", "class": "tick"})
+            yield _text(middle, bottom + 17, label, "mid")
         yield void("path", {"d": f"M{left:.1f} {bottom:g}H{right:g}", "class": "axis"})
         yield _text(2, 14, figure.y.label, "label")
         yield _text(right, HEIGHT - 6, figure.x.label, "label end")
@@ -106,15 +106,17 @@ def _scale(axis: Axis, start: float, stop: float) -> Scale:
     return Scale(kind=axis.kind, low=axis.low, high=axis.high, start=start, stop=stop)
 
 
-def _spaced(ticks: Sequence[float], scale: Scale) -> Iterator[float]:
-    """Yields the ticks whose labels do not touch."""
+def _spaced(ticks: Sequence[float], scale: Scale) -> Iterator[tuple[float, str, float]]:
+    """Yields place, label and the label's middle, of ticks whose labels do not touch."""
     end = -1e9
     for tick in ticks:
-        half = CHARACTER * len(say(tick)) / 2
+        label = say(tick)
+        half = CHARACTER * len(label) / 2
         place = scale.at(tick)
-        if place - half > end and place + half <= WIDTH:
-            yield tick
-            end = place + half + 4
+        middle = min(place, WIDTH - half)
+        if middle - half > end:
+            yield place, label, middle
+            end = middle + half + 4
 
 
 def _series(series: Series, colour: int, x: Scale, y: Scale) -> Iterator[Markup]:

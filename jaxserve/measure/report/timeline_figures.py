@@ -10,7 +10,7 @@ from jaxserve.measure.report.figures import Axis, LineFigure, Rule, Section, Ser
 from jaxserve.measure.report.observed import TICK_S, Observed
 from jaxserve.measure.report.scales import bin_width_s, nice_top, say
 
-MAX_BINS: Final = 150
+MAX_BINS: Final = 120
 MAX_ROWS: Final = 40
 
 Points = list[tuple[float, float]]
@@ -156,12 +156,14 @@ def _figure(
     end_s = max((x for one in series for x, _ in one.points), default=1.0)
     tops = [y for one in series for _, y in one.points]
     tops += [rule.value for rule in rules if rule.axis == "y"]
+    high = high or nice_top(max(tops, default=1.0))
+    is_few = unit in ("requests", "rows") and high <= 4  # no half of one
     return LineFigure(
         key=f"time-{key}",
         title=title,
         about=about,
         x=Axis(label="s since the start", low=0, high=max(end_s, 1e-3)),
-        y=Axis(label=unit, low=0, high=high or nice_top(max(tops, default=1.0))),
+        y=Axis(label=unit, low=0, high=high, ticks=range(int(high) + 1) if is_few else ()),
         series=series,
         rules=rules,
         table=_build_table(series, unit),

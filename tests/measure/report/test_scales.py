@@ -32,6 +32,8 @@ def test_times_and_bytes_have_their_unit() -> None:
     assert scales.say_time(0.0005) == "500 µs"
     assert scales.say_time(0.25) == "250 ms"
     assert scales.say_time(12.0) == "12 s"
+    assert scales.say_time(1.38) == "1.38 s"
+    assert scales.time_unit(1.5) == (1000.0, "ms")
     assert scales.say_bytes(1.5 * 2**30) == "1.5 GiB"
     assert scales.say_bytes(None) == scales.say_time(None) == "–"
 
