@@ -152,15 +152,16 @@ def _write(engine: Engine, path: Path) -> None:
     from jaxserve.measure.trace import build_trace, write_trace
 
     assert engine.trace is not None, "its configuration asks for it"
+    trace = build_trace(engine.trace, model=engine.model.name)
     try:
-        write_trace(build_trace(engine.trace, model=engine.model.name), path)
+        write_trace(trace, path)
     except OSError as error:
         logger.error("the trace is not written: %s", error)
         return
+    facts = trace["otherData"]
     logger.info(
-        "trace written steps=%d requests=%d path=%s",
-        len(engine.trace.rounds), len(engine.trace.requests), path,
-    )  # fmt: skip
+        "trace written steps=%d requests=%d path=%s", facts["steps"], facts["requests"], path
+    )
 
 
 def _run_requests(options: argparse.Namespace) -> Engine:
