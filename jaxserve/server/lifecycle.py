@@ -25,7 +25,7 @@ def serve(load_engine: Callable[[], Engine], config: Config, metrics: Metrics) -
     The port is open at once, so that the process can be probed while `load_engine` works. The first
     SIGTERM or SIGINT refuses new requests and lets running ones end for `server.drain_timeout_s`;
     the rest end with a status. A second signal ends them now. Both exit with 0, a failed engine
-    with 1.
+    with 1. Afterwards signals are ignored: it is the last thing that a process does.
 
     Args:
       load_engine: called in a thread; its engine is started here if it is not yet.
@@ -41,7 +41,11 @@ def serve(load_engine: Callable[[], Engine], config: Config, metrics: Metrics) -
             load_engine, config, metrics
         ).run()  # made inside: grpc binds to the loop
 
-    return asyncio.run(run())
+    try:
+        return asyncio.run(run())
+    finally:
+        for number in SIGNALS:  # the exit code is decided: one that comes now changes nothing
+            signal.signal(number, signal.SIG_IGN)
 
 
 class Service:
@@ -66,9 +70,7 @@ class Service:
             await self.server.start()
             return await self._serve(await self._load())
         finally:
-            await self.server.stop(0.0)
-            for number in SIGNALS:
-                loop.remove_signal_handler(number)
+            await self.server.stop(0.0)  # the loop takes its handlers back when it is closed
 
     def _on_signal(self, number: int) -> None:
         logger.info("signal came signal=%s", signal.Signals(number).name)

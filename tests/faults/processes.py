@@ -148,6 +148,14 @@ class ServerProcess:
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
+    def send_until_it_ends(self, number: signal.Signals) -> int:
+        """Sends it again and again, through all that a process does at its end."""
+        while self._process.poll() is None:
+            self.send(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.002)
+        return self.wait()
+
     def wait(self) -> int:
         """Returns the exit code, once all of stderr is in `lines`."""
         code = self._process.wait(EXIT_S)

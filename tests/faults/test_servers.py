@@ -89,6 +89,11 @@ def test_a_second_signal_means_now(place: Place) -> None:
         assert server.wait() == exit_codes.OK
 
 
+def test_signals_that_come_until_the_process_is_gone_change_nothing(place: Place) -> None:
+    with serving(place) as (server, _):
+        assert server.send_until_it_ends(signal.SIGTERM) == exit_codes.OK
+
+
 def test_a_server_that_is_killed_ends_its_streams_once_and_starts_again_from_its_cache(
     place: Place,
 ) -> None:
