@@ -1,6 +1,8 @@
 """Help as a new user reads it: an example for each command, and no line that a terminal breaks."""
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -38,3 +40,13 @@ def test_each_command_has_an_example(parser: argparse.ArgumentParser) -> None:
 def test_every_command_and_action_is_here() -> None:
     names = {parser.prog for parser in PARSERS}
     assert {"jaxserve", "jaxserve generate", "jaxserve serve", "jaxserve config show"} <= names
+
+
+def test_reading_the_options_brings_neither_jax_nor_grpc() -> None:
+    """Every command starts with it; and what sets grpc's own log must come before grpc."""
+    code = (
+        "import sys, jaxserve.cli.parser\n"
+        "sys.exit(' '.join({'jax', 'grpc', 'httpx', 'matplotlib'} & sys.modules.keys()) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -14,9 +14,7 @@ from jaxserve.engine.machine import read_devices, read_machine
 from jaxserve.errors import ConfigError
 from jaxserve.measure.bench import Served
 from jaxserve.measure.targets import Target
-from jaxserve.measure.targets.grpc_server import GrpcTarget
 from jaxserve.measure.targets.in_process import InProcessTarget
-from jaxserve.measure.targets.openai_endpoint import OpenAITarget
 
 
 def run_against[T](
@@ -63,10 +61,14 @@ async def _run_remote[T](
     address = options.target.partition("://")[2] if _is_grpc(options) else options.target
     target: Target
     if _is_grpc(options):
+        from jaxserve.measure.targets.grpc_server import GrpcTarget  # here: no other needs grpc
+
         target = GrpcTarget(
             address, model=options.model_name or "", metrics_url=options.metrics_url
         )
     else:
+        from jaxserve.measure.targets.openai_endpoint import OpenAITarget  # nor httpx
+
         target = OpenAITarget(
             address,
             model=options.model_name or "",
