@@ -16,7 +16,7 @@ from typing import BinaryIO, Final
 from jaxserve.cli import exit_codes
 from jaxserve.cli.batch.job import StandardOutput, read_lines, run_lines
 from jaxserve.cli.batch.lines import LineReader, RawLines
-from jaxserve.cli.batch.output import Job, OutputFile
+from jaxserve.cli.batch.output import Job, OutputFile, find_output
 from jaxserve.cli.batch.progress import BatchProgress, Counts, format_time
 from jaxserve.cli.options import add_model_options, read_config
 from jaxserve.cli.progress import StartProgress
@@ -136,7 +136,7 @@ def _open(options: argparse.Namespace, config: Config) -> Iterator[_Batch]:
         job, num_all = _read_through(file, options.seed, config)
         output = None
         if options.output != STREAM:
-            path = _find_output(options.output)
+            path = find_output(options.output)
             _check_apart(file, path)
             output = OutputFile(path, overwrite=options.overwrite)
             stack.callback(output.close)
@@ -170,24 +170,6 @@ def _read_through(file: BinaryIO, seed: int, config: Config) -> tuple[Job | None
     num_all = sum(1 for _ in raws)
     file.seek(start)
     return Job(input_sha256=raws.digest.hexdigest(), seed=seed), num_all
-
-
-def _find_output(name: str) -> Path:
-    """Returns the path of the file to write: what a link leads to, so that the link stays.
-
-    Raises:
-      BatchError: it cannot be a file, or it is something that must not be replaced by one.
-    """
-    if not name:
-        raise BatchError("the output has no name; name a file, or - for stdout")
-    path = Path(name)
-    if path.is_symlink():
-        path = Path(os.path.realpath(path))
-    if path.is_dir():
-        raise BatchError(f"the output {path} is a folder; name a file in it")
-    if path.exists() and not path.is_file():
-        raise BatchError(f"the output {path} is a pipe or a device; use -o - and redirect stdout")
-    return path
 
 
 def _check_apart(file: BinaryIO, path: Path) -> None:

@@ -67,6 +67,24 @@ class _Stored:
     is_replacing: bool
 
 
+def find_output(name: str) -> Path:
+    """Returns the path of the file to write: what a link leads to, so that the link stays.
+
+    Raises:
+      BatchError: it cannot be a file, or it is something that must not be replaced by one.
+    """
+    if not name:
+        raise BatchError("the output has no name; name a file, or - for stdout")
+    path = Path(name)
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
+    if path.is_dir():
+        raise BatchError(f"the output {path} is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        raise BatchError(f"the output {path} is a pipe or a device; use -o - and redirect stdout")
+    return path
+
+
 class OutputFile:
     """Holds OUT.partial, locked, and gives it OUT's name when it is complete.
 
