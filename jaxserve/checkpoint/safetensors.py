@@ -1,4 +1,4 @@
-"""Loads a Hugging Face folder of the Llama type: config.json and safetensors files."""
+"""Loads a Hugging Face folder: config.json and safetensors files."""
 
 import collections
 import contextlib

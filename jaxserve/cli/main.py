@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 
 from jaxserve.cli.exit_codes import INTERNAL, INTERRUPTED, PIPE_CLOSED, REFUSED, USAGE
+from jaxserve.cli.terminal import CONTROLS
 from jaxserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -103,7 +104,7 @@ def _exit_interrupted(number: int = 0, frame: FrameType | None = None) -> None:
 
 
 def _fail(error: JaxserveError, code: int) -> int:
-    line = " ".join(str(error).split())
+    line = " ".join(str(error).split()).translate(CONTROLS)  # a name in a file may hold any
     print(f"jaxserve: error: {line}", file=sys.stderr)
     return code
 

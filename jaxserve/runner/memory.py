@@ -10,7 +10,6 @@ import jax
 from jaxserve.config import GIB, Config
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.runner.host_memory import read_host_memory_bytes
-from jaxserve.model.params import Params
 from jaxserve.runner.spec import DtypeName
 
 logger = logging.getLogger(__name__)
@@ -103,17 +102,6 @@ def naming_lack_of_memory() -> Iterator[None]:
             f"parameters, pool and state do not fit the memory: {str(error).splitlines()[0]}; "
             "lower kv.pool_bytes, scheduler.max_seqs or limits.max_logit_bias"
         ) from error
-
-
-def place_params(params: Params) -> Params:
-    """Replaces each host array of a tree by one of the device, and returns the tree.
-
-    One after the other, so that the host's copy of all is never held beside the device's. The CPU
-    backend takes an aligned array as it is.
-    """
-    for name, value in params.items():
-        params[name] = place_params(value) if isinstance(value, dict) else jax.device_put(value)
-    return params
 
 
 def find_platform() -> str:

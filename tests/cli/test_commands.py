@@ -194,6 +194,17 @@ def test_an_error_of_loading_has_its_exit_code(
     assert " ".join(str(error).split()) in error_of(capsys)
 
 
+def test_a_name_in_a_file_cannot_command_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load_engine(*_: object, **__: object) -> Engine:
+        raise CheckpointError("unexpected: \x1b[2Jblk\x9b.0")
+
+    monkeypatch.setattr(jaxserve.engine.start, "load_engine", load_engine)
+    assert main(["generate", "--prompt", "Hi"]) == 1
+    assert "unexpected: �[2Jblk�.0" in error_of(capsys)
+
+
 def test_an_interrupt_is_exit_code_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
