@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import jaxserve
+from jaxserve.errors import WorkloadError
 from jaxserve.measure.energy import EnergyMeter, start_meter
 from jaxserve.measure.goodput import Tally, Totals
 from jaxserve.measure.limits import Limits
@@ -113,6 +114,7 @@ class Bench:
     served: Served
     writer: RequestWriter | None = None
     on_progress: Callable[[Progress], None] | None = None
+    _num_dropped: int = 0
 
     async def run(self, *, date: str, kind: str = "bench") -> JsonObject:
         """Returns the result.
@@ -131,6 +133,7 @@ class Bench:
             decode=self.served.decode,
             rate_scale=1.0 if self.is_closed_loop else self.options.rate_scale,
         )
+        self._num_dropped = self._count_too_long(facts)
         await self._warm_up(maker)
         before = await self.target.read_metrics()
         meter = start_meter() if self.served.is_local else EnergyMeter({}, ELSEWHERE)
@@ -154,12 +157,32 @@ class Bench:
         return self.load.header.arrivals == "closed"
 
     @property
+    def _num_sent(self) -> int:
+        return self.load.num_requests - self._num_dropped
+
+    @property
     def concurrency(self) -> int | None:
         """Requests in flight of a closed loop; None of an open one."""
         concurrency = self.load.header.concurrency
         if concurrency is None:
             return None
         return max(1, round(concurrency * self.options.rate_scale))
+
+    def _count_too_long(self, facts: TargetFacts) -> int:
+        """Returns how many entries the served context cannot hold; they are not sent.
+
+        Raises:
+          WorkloadError: it is all of them.
+        """
+        with self.load.open_entries() as entries:
+            num_dropped = sum(is_too_long(entry, facts) for entry in entries)
+        if num_dropped == self.load.num_requests:
+            raise WorkloadError(
+                f"every request of workload {self.load.header.name!r} is longer than the served "
+                f"context of {facts.max_model_tokens} tokens; `jaxserve workload scale --lengths` "
+                "makes them shorter"
+            )
+        return num_dropped
 
     async def _warm_up(self, maker: AskMaker) -> None:
         """Sends requests like those of the load, a few at a time, with prompts of their own."""
@@ -174,7 +197,7 @@ class Bench:
                 maker,
                 f"{options.seed} repeat 0",
                 phase="priming",
-                num_requests=self.load.num_requests,
+                num_requests=self._num_sent,
                 is_warm_up=True,
             )
 
@@ -183,7 +206,7 @@ class Bench:
             maker,
             f"{self.options.seed} repeat {number}",
             phase=f"repeat {number + 1} of {self.options.repeats}",
-            num_requests=self.load.num_requests,
+            num_requests=self._num_sent,
             repeat=number,
         )
 
@@ -219,7 +242,8 @@ class Bench:
                 )
 
         def make(entries: Iterator[WorkloadEntry]) -> Iterator[Ask]:
-            for entry in itertools.islice(entries, num_requests):
+            fitting = (entry for entry in entries if not is_too_long(entry, maker.facts))
+            for entry in itertools.islice(fitting, num_requests):
                 yield maker.make(entry, salt, is_warm_up=is_warm_up)
 
         with self.load.open_entries() as entries:
@@ -272,6 +296,7 @@ class Bench:
                 "requests_per_s": None if rate is None else rate * options.rate_scale,
                 "burstiness": burstiness if isinstance(burstiness, int | float) else None,
                 "concurrency": self.concurrency,
+                "dropped_over_context": self._num_dropped,
             },
             "cache_state": self._find_cache_state(),
             "seed": options.seed,
@@ -303,6 +328,13 @@ class Bench:
         return list(find_warnings([repeat.totals for repeat in repeats], manifest, self.options))
 
 
+def is_too_long(entry: WorkloadEntry, facts: TargetFacts) -> bool:
+    """Returns whether the served context cannot hold it; a text is the server's to judge."""
+    if not facts.max_model_tokens or entry.prompt_tokens is None:
+        return False
+    return entry.prompt_tokens + (entry.wanted_tokens or 1) > facts.max_model_tokens
+
+
 def find_warnings(
     repeats: Sequence[Totals], manifest: Mapping[str, Any], options: BenchOptions
 ) -> Iterator[str]:
@@ -319,6 +351,11 @@ def find_warnings(
         yield (
             "closed loop: the server sets the pace, so waiting for it is in no latency; do not "
             "compare with an open loop"
+        )
+    if num_dropped := manifest["offered_load"]["dropped_over_context"]:
+        yield (
+            f"{num_dropped} requests of the workload are longer than the served context and were "
+            "not sent"
         )
     if pooled.drain_s > DRAIN_BOUND * pooled.duration_s:
         yield (

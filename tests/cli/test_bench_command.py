@@ -109,7 +109,7 @@ def test_results_are_not_overwritten_unasked(
 
 
 def test_where_nothing_ended_well_the_exit_code_says_so(engines: list[Any], tmp_path: Path) -> None:
-    code, result = bench(tmp_path, "--output-tokens", "60")  # over the context
+    code, result = bench(tmp_path, "--top-p", "5")
     assert (code, result["outcomes"]["refused"]) == (1, 8)
     assert result["goodput"]["tokens_per_s"] == 0
     assert result["latency"]["ttft"]["mean"] is None

@@ -28,6 +28,7 @@ class SimulatedTarget:
     rows: int = 2
     prompt_token_s: float = 0.001
     output_token_s: float = 0.02
+    max_model_tokens: int = 0
     faults: Mapping[int, Literal["refused", "failed"]] = dataclasses.field(default_factory=dict)
     metrics: Metrics = dataclasses.field(default_factory=Metrics)
     free: asyncio.Semaphore | None = None
@@ -41,7 +42,11 @@ class SimulatedTarget:
 
     async def describe(self) -> TargetFacts:
         return TargetFacts(
-            backend="simulated", model="tiny", vocab_size=1000, special_ids=frozenset({0, 1})
+            backend="simulated",
+            model="tiny",
+            vocab_size=1000,
+            special_ids=frozenset({0, 1}),
+            max_model_tokens=self.max_model_tokens,
         )
 
     async def stream(self, ask: Ask, *, left_s: float | None) -> AsyncGenerator[Message | End]:

@@ -282,7 +282,8 @@ def test_a_closed_loop_is_told_and_scaled_by_its_requests_in_flight() -> None:
 
 def test_what_a_reader_must_know_is_warned_of() -> None:
     options = BenchOptions(limits=Limits(), seed=1)
-    manifest = {"offered_load": {"arrivals": "open"}, "cache_state": "cold"}
+    load = {"arrivals": "open", "dropped_over_context": 0}
+    manifest = {"offered_load": load, "cache_state": "cold"}
     good = [build_record([(t + 0.1, 1)], intended_s=float(t)) for t in range(10)]
     assert list(find_warnings([sum_up(good, Limits())], manifest, options)) == []
     late = [build_record([(9.0, 1)], sent_s=0.2, are_tokens_assumed=True)]
@@ -314,6 +315,18 @@ def test_a_file_is_read_through_before_anything_is_sent(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"prompt_tokens":3', '"prompt_tokens":0'))
     with pytest.raises(WorkloadError):
         load_file(path)
+
+
+def test_what_the_served_context_cannot_hold_is_dropped_and_counted() -> None:
+    """Prompts of 20 to 48 tokens and outputs of 4 to 7."""
+    entries = [(20 + 7 * (n % 5), 4 + n % 4) for n in range(24)]
+    expected = sum(prompt + output > 40 for prompt, output in entries)
+    result = run(SimulatedTarget(max_model_tokens=40), warm_up=3, repeats=2)
+    assert result["manifest"]["offered_load"]["dropped_over_context"] == expected > 0
+    assert result["outcomes"]["sent"] == 2 * (24 - expected)
+    assert any(f"{expected} requests of the workload" in word for word in result["warnings"])
+    with pytest.raises(WorkloadError, match="every request of workload 'sample' is longer"):
+        run(SimulatedTarget(max_model_tokens=9))
 
 
 def test_a_load_of_nothing_is_refused() -> None:

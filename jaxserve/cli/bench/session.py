@@ -48,7 +48,13 @@ def _loaded(options: argparse.Namespace) -> Iterator[tuple[Engine, Served]]:
     try:
         yield (
             engine,
-            Served(bundle_digest=digest, hardware=_machine(), config=settings, is_fresh=True),
+            Served(
+                bundle_digest=digest,
+                hardware=_machine(),
+                config=settings,
+                is_fresh=True,
+                is_local=True,
+            ),
         )
     finally:
         engine.stop()
