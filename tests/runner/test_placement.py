@@ -25,9 +25,11 @@ def test_a_host_array_is_let_go_before_the_next_is_placed(monkeypatch: pytest.Mo
 
     def watch(leaf: np.ndarray) -> jax.Array:
         alive.append(sum(ref() is not None for ref in held))
-        return put(leaf).block_until_ready()
+        placed = put(leaf)
+        placed.block_until_ready()
+        return placed
 
-    monkeypatch.setattr(placement.jax, "device_put", watch)
+    monkeypatch.setattr(jax, "device_put", watch)
     placed = placement.place_params(params)
     assert alive == [3, 2, 1]
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(placed))
