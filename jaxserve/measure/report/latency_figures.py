@@ -158,7 +158,7 @@ def _each_limit(limits: Limits) -> Iterator[tuple[str, Limit]]:
 def _limit_text(limit: Limit) -> str:
     name = limit.text.partition("=")[0]
     # a quantile of each request's own values, where the curve is of everybody's
-    of_each = " of each request" if limit.share is not None else ""
+    of_each = " each" if limit.share is not None else ""
     return f"{name} ≤ {say_time(limit.max_s)}{of_each}"
 
 

@@ -146,9 +146,12 @@ def _rules(rules: Sequence[Rule], x: Scale, y: Scale) -> Iterator[Markup]:
     upright = sorted((rule for rule in rules if rule.axis == "x"), key=lambda rule: rule.value)
     for place, rule in enumerate(upright):
         across = x.at(rule.value)
-        label = shorten(rule.label, 34)
         height = y.start - 8 - 15 * (len(upright) - 1 - place)
-        is_left = across + CHARACTER * len(label) + 4 > x.stop
+        room_right, room_left = (
+            int((room - 6) / CHARACTER) for room in (x.stop + 12 - across, across - x.start + 12)
+        )
+        is_left = len(rule.label) > room_right and room_left > room_right
+        label = shorten(rule.label, room_left if is_left else room_right)
         yield void("path", {"d": f"M{across:.1f} {y.stop:g}V{y.start:g}", "class": "rule"})
         yield _text(
             across - 4 if is_left else across + 4, height, label, "halo end" if is_left else "halo"

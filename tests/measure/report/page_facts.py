@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
-from jaxserve.measure.report.svg import WIDTH
+from jaxserve.measure.report.svg import CHARACTER, WIDTH
 
 # Elements that load, run or send something.
 ACTIVE = {
@@ -55,14 +55,18 @@ def table_rows(figure: ElementTree.Element) -> list[list[str]]:
     ]
 
 
-def places(root: ElementTree.Element) -> Iterator[tuple[float, float, float]]:
-    """Yields x, y and the height of its drawing for each text and piece of a plot."""
+def extents(root: ElementTree.Element) -> Iterator[tuple[float, float, float, float]]:
+    """Yields left, right, y and the height of its drawing for each text and piece of a plot."""
     for svg in root.iter("svg"):
         if svg.attrib.get("class") != "plot":
             continue
         _, _, width, height = map(float, svg.attrib["viewBox"].split())
         assert width == WIDTH
         for element in svg.iter():
-            if "x" in element.attrib:
-                x, y = float(element.attrib["x"]), float(element.attrib["y"])
-                yield x + float(element.attrib.get("width", 0)), y, height
+            if "x" not in element.attrib:
+                continue
+            x, y = float(element.attrib["x"]), float(element.attrib["y"])
+            names = element.attrib.get("class", "").split()
+            wide = float(element.attrib.get("width", CHARACTER * len(element.text or "")))
+            left = x - wide if "end" in names else x - wide / 2 if "mid" in names else x
+            yield left, left + wide, y, height

@@ -105,7 +105,7 @@ def test_each_limit_is_a_line_at_its_value_in_the_unit_of_the_axis(
     rules = {rule.label: rule.value / factor for rule in ttft.rules}
     assert rules == {"ttft ≤ 800 ms": 0.8, "batch: ttft ≤ 5 s": 5.0}
     (itl,) = lines_of(found, "cdf-itl").rules
-    assert itl.label == "itl_p95 ≤ 60 ms of each request"
+    assert itl.label == "itl_p95 ≤ 60 ms each"
     assert itl.value == pytest.approx(60.0)
     assert not lines_of(found, "cdf-tpot").rules
 

@@ -9,14 +9,15 @@ import pytest
 from jaxserve.errors import ResultError
 from jaxserve.measure.report import build_sections, write_report
 from jaxserve.measure.report.page import build_page
+from jaxserve.measure.report.svg import WIDTH
 from jaxserve.measure.result import JsonObject
 from tests.measure.report.example import build_sweep, write_run
 from tests.measure.report.page_facts import (
+    extents,
     figures,
     loads,
     num_marks,
     parse,
-    places,
     table_rows,
 )
 
@@ -96,10 +97,20 @@ def test_every_drawing_has_a_title_and_a_description_that_are_its_label(page: st
 
 
 def test_nothing_is_drawn_outside_of_its_drawing(page: str) -> None:
-    pages = (page, page_of(build_sweep()), page_of(read(SAMPLE)))
-    found = [place for one in pages for place in places(parse(one))]
-    assert len(found) > 200
-    assert all(0 <= x <= 360.1 and 0 <= y <= height for x, y, height in found)
+    sample = read(SAMPLE)
+    name = "a class with a name that is rather long"
+    limits = [f"ttft={value}" for value in (0.01, 0.3, 0.45, 0.6, 2)]
+    sample["manifest"]["limits"] = {
+        "all": ["e2e=1"], "classes": {f"{name} {text}": [text] for text in limits}
+    }  # fmt: skip
+    for one in (page, page_of(build_sweep()), page_of(read(SAMPLE)), page_of(sample)):
+        found = list(extents(parse(one)))
+        assert len(found) > 60
+        outside = [
+            place for place in found
+            if not (place[0] >= -1 and place[1] <= WIDTH + 1 and 0 <= place[2] <= place[3])
+        ]  # fmt: skip
+        assert outside == []
 
 
 def test_no_string_of_a_result_becomes_markup(tmp_path: Path) -> None:
