@@ -11,6 +11,7 @@ from jaxserve.measure.report import (
     facts,
     latency_figures,
     outcome_figures,
+    phase_figures,
     server_figures,
     sweep_figures,
     timeline_figures,
@@ -69,8 +70,8 @@ def build_sections(result: Mapping[str, Any], requests_file: Path | None = None)
         latency_figures.build_section(result, observed, limits),
         outcome_figures.build_section(result, observed),
         timeline_figures.build_section(result, observed),
-        server_figures.build_phase_section(result, observed),
-        server_figures.build_bucket_section(result),
+        phase_figures.build_section(result, observed),
+        server_figures.build_section(result),
     ]
     if note:
         sections.insert(0, Section(key="note", title="Requests", absent=[note]))
