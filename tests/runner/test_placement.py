@@ -25,7 +25,7 @@ def test_a_host_array_is_let_go_before_the_next_is_placed(monkeypatch: pytest.Mo
 
     def watch(leaf: np.ndarray) -> jax.Array:
         alive.append(sum(ref() is not None for ref in held))
-        placed = put(leaf)
+        placed: jax.Array = put(leaf)
         placed.block_until_ready()
         return placed
 
