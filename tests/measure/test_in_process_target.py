@@ -10,9 +10,9 @@ from jaxserve.config import LimitsSection
 from jaxserve.measure import latency
 from jaxserve.measure.records import RequestRecord
 from jaxserve.measure.replay import Replay
-from jaxserve.measure.targets.base import Ask
+from jaxserve.measure.targets.base import Ask, End, Message
 from jaxserve.measure.targets.in_process import InProcessTarget
-from tests.engines import build_engine, serve
+from tests.engines import Clock, build_engine, serve
 from tests.fakes import say
 from tests.measure.test_grpc_target import build_ask
 
@@ -81,6 +81,24 @@ def test_an_output_that_is_not_finite_fails_alone() -> None:
 def test_a_deadline_that_is_over_is_late() -> None:
     records, _ = replay([build_ask(0, deadline_s=1e-6)])
     assert records[0].outcome == "timed_out"
+
+
+def test_what_the_engine_cuts_at_a_deadline_is_told_as_late() -> None:
+    clock = Clock()
+
+    def script(prompt: tuple[int, ...], index: int) -> int:
+        clock.now_s += 2.0
+        return 65 + index
+
+    async def read(target: InProcessTarget) -> Message | End:
+        parts = [part async for part in target.stream(build_ask(), left_s=5.0)]
+        return parts[-1]
+
+    engine, runner = build_engine(clock=clock, script=script)
+    with serve(engine, runner):
+        last = asyncio.run(read(InProcessTarget(engine)))
+    assert isinstance(last, End)
+    assert (last.is_late, last.finish_reason) == (True, "deadline")
 
 
 def test_facts_are_the_engines() -> None:

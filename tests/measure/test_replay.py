@@ -12,7 +12,7 @@ from jaxserve.measure import latency
 from jaxserve.measure.goodput import sum_up
 from jaxserve.measure.limits import Limits, read_limits
 from jaxserve.measure.records import RequestRecord, ServerPhases
-from jaxserve.measure.replay import count_tokens
+from jaxserve.measure.replay import Replay, count_tokens
 from jaxserve.measure.targets.base import Ask, Levels, Message, TargetError
 from tests.measure.virtual import (
     HANG,
@@ -22,6 +22,7 @@ from tests.measure.virtual import (
     build_ask,
     end,
     replay,
+    run_virtual,
     tokens,
 )
 
@@ -156,6 +157,45 @@ def test_a_late_client_sends_late_and_its_lag_is_in_the_latency() -> None:
     assert [latency.ttft_s(records[n]) for n in (1, 2, 3)] == pytest.approx(
         [2.1, 1.1, 0.5], abs=MICROSECOND
     )
+
+
+def test_the_clients_limit_counts_from_the_intended_time_too() -> None:
+    def stand_still(record: RequestRecord) -> None:
+        if record.index == 0:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualLoop)
+            loop.now_s += 2.0
+
+    scripts: dict[int, list[Step]] = {
+        0: answer(first_s=0.5, num_tokens=1, each_s=0),
+        1: [(0.1, tokens(1)), (0.1, HANG)],
+    }
+    asks = [build_ask(0), build_ask(1, 1.0)]
+    records, _ = replay(ScriptedTarget(scripts), asks, on_record=stand_still, timeout_s=4.0)
+    assert records[1].sent_s == pytest.approx(2.5, abs=MICROSECOND)
+    assert records[1].end_s == pytest.approx(5.0, abs=MICROSECOND)
+
+
+def test_who_cancels_the_replay_cancels_its_requests() -> None:
+    target = ScriptedTarget({0: [(0.1, tokens(1)), (0.1, HANG)]})
+    records: list[RequestRecord] = []
+
+    async def work() -> None:
+        run = Replay(target=target, asks=iter([build_ask(0)]), on_record=records.append)
+        task = asyncio.create_task(run.run())
+        await asyncio.sleep(1.0)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        run_virtual(work())
+    assert (records, target.closed) == ([], [0])
+
+
+def test_an_answer_without_tokens_is_short_though_none_were_wanted() -> None:
+    scripts: dict[int, list[Step]] = {0: [(0.3, end(0))], 1: [(0.1, tokens(1)), (0.2, end(1))]}
+    records, _ = replay(ScriptedTarget(scripts), [build_ask(0), build_ask(1)])
+    assert [records[n].outcome for n in (0, 1)] == ["short", "ok"]
 
 
 def test_the_wall_clock_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import urllib.parse
 from collections.abc import Callable, Coroutine, Iterator
 
 from jaxserve.cli.bench.options import IN_PROCESS
@@ -91,6 +92,7 @@ async def _run_remote[T](
         bundle_digest=options.bundle_digest or digest,
         hardware={"stated": options.hardware} if options.hardware else {},
         jax_version=options.jax_version or "",
+        is_local=_is_loopback(options.target),
         ignores_end=_is_grpc(options) or options.extras == "vllm",
         decode=tokenizer.decode if tokenizer and options.api == "chat" else None,
         stated=[name for name in given if getattr(options, name)]
@@ -104,6 +106,12 @@ async def _run_remote[T](
 
 def _is_grpc(options: argparse.Namespace) -> bool:
     return str(options.target).startswith("grpc://")
+
+
+def _is_loopback(target: str) -> bool:
+    """Returns whether the address says that the server is on this machine."""
+    host = urllib.parse.urlsplit(target).hostname or ""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def _read_model(options: argparse.Namespace) -> tuple[Tokenizer | None, int, str]:
