@@ -8,6 +8,7 @@ import atexit
 import importlib.util
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable
 
@@ -19,6 +20,8 @@ os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 _CACHE_HOME = tempfile.mkdtemp(prefix="jaxserve-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE_HOME  # where config.default_cache_dir() looks
 atexit.register(shutil.rmtree, _CACHE_HOME, ignore_errors=True)
+# A shell that starts tests in the background has them, and all their children, ignore ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax  # noqa: E402  # after the environment is set
 import pytest  # noqa: E402

@@ -11,7 +11,7 @@ from tests.cli.batch.killing import COMMAND, KilledBatch
 
 
 def test_a_batch_killed_anywhere_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    num_kills = KilledBatch(tmp_path, num_lines=600, num_bad=18, seed=1).compare(3)
+    num_kills = KilledBatch(tmp_path, num_lines=300, num_bad=9, seed=1).compare(2)
     assert num_kills > 0, "on a busy machine a run may end before its kill, but not all of them"
 
 
