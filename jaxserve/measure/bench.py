@@ -16,7 +16,7 @@ from jaxserve.measure.load import AskMaker, Lengths, Load
 from jaxserve.measure.records import RequestRecord
 from jaxserve.measure.replay import TIMEOUT_S, Replay
 from jaxserve.measure.result import JsonObject, Repeat, RequestWriter, build_result
-from jaxserve.measure.server_metrics import Snapshot, describe_server
+from jaxserve.measure.server_metrics import Snapshot, describe_server, has_restarted
 from jaxserve.measure.targets.base import Ask, Sampling, Target, TargetFacts
 from jaxserve.measure.workload import WorkloadEntry
 
@@ -24,6 +24,10 @@ WARM_UP_CONCURRENCY: Final = 4
 LAG_BOUND_S: Final = 0.05
 DRAIN_BOUND: Final = 0.5  # of the duration
 
+RESTARTED: Final = (
+    "the server was started again meanwhile, or another one answered: its metrics are of two "
+    "processes and left out"
+)
 METER_INTERVAL_S: Final = 10.0
 ELSEWHERE: Final = {"all": "the server is elsewhere"}
 
@@ -38,6 +42,7 @@ class BenchOptions:
       warm_up: requests sent before the measured ones, and left out of every figure.
       primes_cache: sends every prompt of the load once before the measured replays.
       seed: of prompts and sampling; another one gives other prompts of the same lengths.
+      is_seed_chosen: the seed is somebody's word, so an earlier run may have sent the same prompts.
       rate_scale: 2 sends twice as fast, or keeps twice as many in flight in a closed loop.
       sampling: of all requests, by names of `SamplingParams`; an entry's own goes over it.
       cache_state: at the start; None is worked out where that is possible.
@@ -46,6 +51,7 @@ class BenchOptions:
 
     limits: Limits
     seed: int
+    is_seed_chosen: bool = False
     repeats: int = 1
     warm_up: int = 0
     primes_cache: bool = False
@@ -148,7 +154,10 @@ class Bench:
             server=_describe(before, after, repeats),
             energy=energy,
             date=date,
-            warnings=self._find_warnings(repeats, manifest),
+            warnings=[
+                *self._find_warnings(repeats, manifest),
+                *([RESTARTED] if has_restarted(before, after) else []),
+            ],
             kind=kind,
         )
 
@@ -310,12 +319,14 @@ class Bench:
     def _find_cache_state(self) -> CacheState:
         """Returns what a cache held of these prompts when each repeat began.
 
-        Prompts that are new in every run are in no cache, whatever the server did before.
+        Prompts that are new in every run are in no cache, whatever the server did before; with a
+        chosen seed they are new to a fresh server alone.
         """
         if self.options.cache_state is not None:
             return self.options.cache_state
         if self.load.header.prompts == "unique" and not self.options.primes_cache:
-            return "cold"
+            is_new = self.served.is_fresh or not self.options.is_seed_chosen
+            return "cold" if is_new else "unknown"
         if self.options.primes_cache:
             is_same = self.load.header.prompts == "fixed" or self.options.repeats == 1
             return "primed" if is_same else "mixed"
@@ -361,6 +372,11 @@ def find_warnings(
         yield (
             f"drain: {pooled.drain_s:.1f} of {pooled.duration_s:.1f} s passed after the last send; "
             "rates are lower than in a steady state"
+        )
+    if pooled.num_unequal:
+        yield (
+            f"usage: of {pooled.num_unequal} requests the server's usage is another number than "
+            "the tokens of their messages; all rates count the usage"
         )
     if pooled.num_assumed:
         yield (

@@ -1,7 +1,8 @@
 """Two results side by side: whether they are of the same thing, and by how much they differ."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from jaxserve.errors import ResultError
@@ -17,6 +18,21 @@ IDENTITY: Final[Mapping[str, tuple[str, ...]]] = {
     "sampling": ("sampling",),
     "offered load": ("offered_load",),
     "cache state at the start": ("cache_state",),
+    "timeout": ("timeout_s",),
+    "longest drain": ("max_drain_s",),
+}
+NONE_IS_KNOWN: Final = frozenset({"longest drain"})  # None: as long as it takes
+# What a server's metrics tell of its hardware; no two machines can be told apart by it.
+KIND_OF_DEVICE: Final = frozenset({"platform", "device"})
+# What else of a run is shown where it differs.
+CIRCUMSTANCES: Final[Mapping[str, tuple[str, ...]]] = {
+    "target": ("target", "backend"),
+    "model": ("target", "model"),
+    "context": ("target", "max_model_tokens"),
+    "jaxserve version of the tool": ("jaxserve_version",),
+    "version of the server": ("server_version",),
+    "warm-up requests": ("warm_up",),
+    "facts that were only stated": ("stated",),
 }
 NOT_KNOWN: Final[tuple[object, ...]] = ("", {}, None, "unknown", "mixed")
 # What is told of a change, with whether more is better.
@@ -71,14 +87,22 @@ def find_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Dif
     found = []
     for name, path in IDENTITY.items():
         sides = [_look_up(result, path) for result in (old, new)]
-        if sides[0] != sides[1] or any(side in NOT_KNOWN for side in sides):
+        if name == "hardware":
+            sides = [_machine(side) for side in sides]
+        is_unknown = name not in NONE_IS_KNOWN and any(side in NOT_KNOWN for side in sides)
+        if sides[0] != sides[1] or is_unknown:
             found.append(Difference(name=name, old=sides[0], new=sides[1]))
     return found
 
 
 def find_config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
-    """Returns the settings that differ: what the comparison is usually about."""
-    sides = [dict(_flatten(result["manifest"].get("config") or {})) for result in (old, new)]
+    """Returns the settings that differ: what the comparison is usually about; and in what else the
+    two runs were not alike."""
+    sides = [
+        {name: _look_up(result, path) for name, path in CIRCUMSTANCES.items()}
+        | dict(_flatten(result["manifest"].get("config") or {}))
+        for result in (old, new)
+    ]
     return [
         Difference(name=key, old=sides[0].get(key), new=sides[1].get(key))
         for key in sorted(sides[0].keys() | sides[1].keys())
@@ -101,18 +125,34 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
             [each[name] for each in result["repeats"]["each"] if each.get(name) is not None]
             for result in (old, new)
         ]
-        ratio = ratio_interval(sides[1], sides[0])
-        if ratio is not None:
-            changes.append(
-                Change(
-                    name=name,
-                    old=sum(sides[0]) / len(sides[0]),
-                    new=sum(sides[1]) / len(sides[1]),
-                    ratio=ratio,
-                    is_more_better=is_more_better,
-                )
+        if not all(sides):
+            continue
+        means = [sum(side) / len(side) for side in sides]
+        changes.append(
+            Change(
+                name=name,
+                old=means[0],
+                new=means[1],
+                ratio=ratio_interval(sides[1], sides[0]) or _plain_ratio(means, sides),
+                is_more_better=is_more_better,
             )
+        )
     return changes
+
+
+def _plain_ratio(means: Sequence[float], sides: Sequence[Sequence[float]]) -> Interval:
+    """Returns the ratio where a value is not above 0, so that there is no interval: a goodput that
+    fell to nothing must not go unsaid."""
+    old, new = means
+    value = new / old if old else (math.inf if new > 0 else math.nan)
+    return Interval(value=value, low=None, high=None, num_repeats=min(map(len, sides)))
+
+
+def _machine(hardware: object) -> object:
+    """Returns the hardware, or None where it is only a kind of device."""
+    if isinstance(hardware, Mapping) and hardware.keys() <= KIND_OF_DEVICE:
+        return None
+    return hardware
 
 
 def _look_up(result: Mapping[str, Any], path: tuple[str, ...]) -> object:

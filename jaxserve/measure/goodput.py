@@ -42,7 +42,8 @@ DEFINITIONS: Final[Mapping[str, str]] = {
     "completed": "ok and short ones with a token; vLLM's failed is all others",
     "energy": "joules of this machine's processors and GPUs during the repeats, of this tool too; "
     "null is not known, never 0",
-    "hit_rate": "prompt tokens that a cache spared / prompt tokens, by the server's usage",
+    "hit_rate": "prompt tokens that a cache spared / prompt tokens, by the server's usage; null "
+    "where no request's usage tells of a cache",
 }
 OUTCOMES: Final[tuple[Outcome, ...]] = (
     "ok", "short", "refused", "failed", "timed_out", "cancelled"
@@ -91,6 +92,8 @@ class Totals:
       samples: latencies and phases of ok requests, send lags of all, by name.
       num_completed: ok and short ones with a token.
       num_assumed: whose tokens per message had to be assumed.
+      num_unequal: whose usage is another number than the tokens of their messages.
+      num_prompts_told, num_caches_told: whose usage tells the prompt's tokens, and the cached ones.
       duration_s, drain_s: summed over replays.
       peak_tokens_per_s: of the busiest window of all; `peak_window_s` is its length.
     """
@@ -103,6 +106,9 @@ class Totals:
     num_completed: int = 0
     num_empty: int = 0
     num_assumed: int = 0
+    num_unequal: int = 0
+    num_prompts_told: int = 0
+    num_caches_told: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     duration_s: float = 0.0
@@ -127,7 +133,9 @@ class Totals:
 
     @property
     def hit_rate(self) -> float | None:
-        return self.cached_prompt_tokens / self.prompt_tokens if self.prompt_tokens else None
+        if not self.num_caches_told or not self.prompt_tokens:
+            return None
+        return self.cached_prompt_tokens / self.prompt_tokens
 
     def per_second(self, amount: float) -> float:
         return amount / self.duration_s if self.duration_s > 0 else 0.0
@@ -142,6 +150,9 @@ class Totals:
         self.num_completed += other.num_completed
         self.num_empty += other.num_empty
         self.num_assumed += other.num_assumed
+        self.num_unequal += other.num_unequal
+        self.num_prompts_told += other.num_prompts_told
+        self.num_caches_told += other.num_caches_told
         self.prompt_tokens += other.prompt_tokens
         self.cached_prompt_tokens += other.cached_prompt_tokens
         self.duration_s += other.duration_s
@@ -175,6 +186,10 @@ class Tally:
         totals.num_completed += has_ended and counts.raw_tokens > 0
         totals.num_empty += has_ended and counts.raw_tokens == 0
         totals.num_assumed += record.are_tokens_assumed
+        num_read = sum(arrival.num_tokens for arrival in record.arrivals)
+        totals.num_unequal += record.output_tokens not in (None, num_read)
+        totals.num_prompts_told += record.prompt_tokens is not None
+        totals.num_caches_told += record.cached_prompt_tokens is not None
         totals.prompt_tokens += record.prompt_tokens or 0
         totals.cached_prompt_tokens += record.cached_prompt_tokens or 0
         self._start_s = min(self._start_s, record.intended_s)

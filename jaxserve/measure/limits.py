@@ -140,9 +140,9 @@ def parse_limit(text: str) -> Limit:
         share = 1.0
     elif spread:
         share = float(found[2]) / 100
-        spread = f"p{float(found[2]):g}"
+        spread = f"p{_say(float(found[2]))}"
     return Limit(
-        text=f"{'_'.join(filter(None, (name, spread)))}={max_s:g}",
+        text=f"{'_'.join(filter(None, (name, spread)))}={_say(max_s)}",
         quantity=name,  # type: ignore[arg-type]  # one of the pattern's words
         share=share,
         max_s=max_s,
@@ -158,6 +158,11 @@ def _put(limits: dict[str, Limit], limit: Limit, text: str) -> None:
 
 def _ordered(limits: Mapping[str, Limit]) -> tuple[Limit, ...]:
     return tuple(limit for _, limit in sorted(limits.items()))
+
+
+def _say(number: float) -> str:
+    """Returns the number with all its digits: results are compared by the text of their limits."""
+    return repr(number).removesuffix(".0")
 
 
 def _seconds(text: str) -> float | None:

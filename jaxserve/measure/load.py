@@ -30,6 +30,7 @@ class Load:
       open_entries: opens its entries anew, from the first.
       span_s: when the last entry is sent.
       sampling_names: what its entries set of the sampling.
+      classes: of its entries' prompts.
       num_texts: entries whose prompt is text.
       num_recipes: entries whose prompt is made up.
     """
@@ -40,6 +41,7 @@ class Load:
     num_requests: int
     span_s: float
     sampling_names: frozenset[str]
+    classes: frozenset[str]
     num_texts: int
     num_recipes: int
 
@@ -86,11 +88,13 @@ def _scan(
 ) -> Load:
     num_requests, num_texts, num_recipes, span_s = 0, 0, 0, 0.0
     names: set[str] = set()
+    classes: set[str] = set()
     for entry in entries:
         num_requests += 1
         num_texts += isinstance(entry.prompt, str)
         num_recipes += isinstance(entry.prompt, Recipe)
         span_s = entry.at_s
+        classes.add(entry.prompt_class)
         names |= entry.sampling.keys()
         names |= {"priority"} if entry.priority else set()
     if not num_requests:
@@ -102,6 +106,7 @@ def _scan(
         num_requests=num_requests,
         span_s=span_s,
         sampling_names=frozenset(names),
+        classes=frozenset(classes),
         num_texts=num_texts,
         num_recipes=num_recipes,
     )

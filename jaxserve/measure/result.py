@@ -85,11 +85,12 @@ def build_result(
             },
             "outcomes": _outcomes(pooled),
             "tokens": {
-                "prompt": pooled.prompt_tokens,
-                "cached_prompt": pooled.cached_prompt_tokens,
+                "prompt": pooled.prompt_tokens if pooled.num_prompts_told else None,
+                "cached_prompt": pooled.cached_prompt_tokens if pooled.num_caches_told else None,
                 "hit_rate": pooled.hit_rate,
                 "output": pooled.counts.raw_tokens,
                 "requests_with_assumed_tokens_per_message": pooled.num_assumed,
+                "requests_with_usage_unlike_messages": pooled.num_unequal,
             },
             "server": server,
             "energy": {
@@ -114,6 +115,7 @@ def _vllm_keys(
 ) -> JsonObject:
     load, target = manifest["offered_load"], manifest["target"]
     counts = totals.counts
+    prompt_tokens = totals.prompt_tokens if totals.num_prompts_told else None
     keys: JsonObject = {
         "date": date,
         "backend": target["backend"],
@@ -126,12 +128,14 @@ def _vllm_keys(
         "duration": totals.duration_s,
         "completed": totals.num_completed,
         "failed": counts.sent - totals.num_completed,
-        "total_input_tokens": totals.prompt_tokens,
+        "total_input_tokens": prompt_tokens,
         "total_output_tokens": counts.raw_tokens,
         "request_throughput": totals.per_second(totals.num_completed),
         "request_goodput": totals.per_second(counts.compliant),
         "output_throughput": totals.raw_throughput,
-        "total_token_throughput": totals.per_second(counts.raw_tokens + totals.prompt_tokens),
+        "total_token_throughput": None
+        if prompt_tokens is None
+        else totals.per_second(counts.raw_tokens + prompt_tokens),
         "max_output_tokens_per_s": totals.peak_tokens_per_s,
     }
     for theirs, ours in VLLM_LATENCIES.items():

@@ -10,6 +10,8 @@ from jaxserve.metrics import view
 from jaxserve.metrics.registry import PREFIX
 
 _OURS: Final[Mapping[str, str]] = {twin.name: ours for ours, twin in view.TWINS.items()}
+# Counters of one process, where it does not tell when it began.
+NEVER_FALLING: Final = ("prompt_tokens_total", "output_tokens_total", "request_seconds_count")
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
@@ -88,12 +90,13 @@ def describe_server(
     peak_kv_usage: float | None,
     peak_memory_bytes: float | None,
 ) -> dict[str, object] | None:
-    """Returns what the server did between two moments; None where its metrics cannot be read.
+    """Returns what the server did between two moments; None where its metrics cannot be read, or
+    another process's were read at the end.
 
     Args:
       peak_kv_usage, peak_memory_bytes: the largest that was seen in between.
     """
-    if before is None or after is None:
+    if before is None or after is None or has_restarted(before, after):
         return None
     first, last = before.as_json(), after.as_json()
     delta = {name: last[name] - first.get(name, 0.0) for name in last if _rises(name)}
@@ -117,6 +120,16 @@ def describe_server(
         "preemptions": delta.get("preemptions_total"),
         "recomputed_tokens": delta.get("recomputed_tokens_total"),
     }
+
+
+def has_restarted(before: Snapshot | None, after: Snapshot | None) -> bool:
+    """Returns whether the two are of different processes: a difference of them says nothing."""
+    if before is None or after is None:
+        return False
+    starts = [snapshot.value("process_start_time_seconds") for snapshot in (before, after)]
+    if None not in starts:
+        return starts[0] != starts[1]
+    return any((after.value(name) or 0.0) < (before.value(name) or 0.0) for name in NEVER_FALLING)
 
 
 def _rises(name: str) -> bool:

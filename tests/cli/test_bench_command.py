@@ -131,6 +131,7 @@ def test_what_the_engine_is_made_of_is_the_configurations(
         (["--target", "grpc://x:1", "--extras", "vllm"], "--extras has no meaning"),
         (["--model-name", "m"], "--model-name has no meaning for --target in-process"),
         (["--limit", "speed=1"], "limit 'speed=1' is not one; write ttft=S"),
+        (["--limit", "chta:ttft=1"], "is for prompt class 'chta', but the load's classes are none"),
         (["--repeats", "0"], "--repeats is 0, but must be from 1"),
         (["--warm-up", "9"], "--warm-up is 9, but must be from 0 to 8"),
         (["--workload", "w.jsonl"], "--num-requests and --workload both say what to send"),
@@ -199,6 +200,19 @@ def test_a_sweep_writes_its_points(
     captured = capsys.readouterr()
     assert "highest load that attained 95 %: scale 2 (none failed)" in captured.out
     assert len(engines) == 1
+
+
+def test_only_a_sweeps_first_point_meets_a_fresh_engine(engines: list[Any], tmp_path: Path) -> None:
+    load = [*SIMPLE[:2], "--requests", *SIMPLE[3:], "--quiet"]
+    common = ["--quiet", "--limit", "ttft=60", "--max-points", "2", "--seed", "1"]
+    states = []
+    for name, more in (("new", []), ("same", ["--fixed-prompts"])):
+        file, folder = str(tmp_path / f"{name}.jsonl"), tmp_path / name
+        assert main(["workload", "make", "-o", file, *load, *more]) == 0
+        assert main(["bench", "sweep", "--workload", file, "--out", str(folder), *common]) == 0
+        results = [json.loads((folder / f"point-0{n}.json").read_text()) for n in (1, 2)]
+        states.append([result["manifest"]["cache_state"] for result in results])
+    assert states == [["cold", "cold"], ["cold", "unknown"]]
 
 
 def test_a_sweep_needs_a_limit_and_fails_where_no_load_attains(

@@ -221,6 +221,8 @@ def test_made_up_prompts_need_a_vocabulary_and_may_become_text() -> None:
         ("unique", {"repeats": 3, "warm_up": 1}, False, "cold"),
         ("unique", {"primes_cache": True}, False, "primed"),
         ("unique", {"primes_cache": True, "repeats": 2}, False, "mixed"),
+        ("unique", {"is_seed_chosen": True}, False, "unknown"),
+        ("unique", {"is_seed_chosen": True}, True, "cold"),
         ("fixed", {}, True, "cold"),
         ("fixed", {}, False, "unknown"),
         ("fixed", {"warm_up": 1}, True, "unknown"),
@@ -292,6 +294,22 @@ def test_what_a_reader_must_know_is_warned_of() -> None:
     )
     for word in ("send lag: p99 is 0.200 s", "drain: 9.0 of 9.0 s", "assumed for 1", "mixed"):
         assert any(word in warning for warning in found), word
+
+
+def test_a_usage_unlike_the_messages_is_warned_of() -> None:
+    options = BenchOptions(limits=Limits(), seed=1)
+    load = {"arrivals": "open", "dropped_over_context": 0}
+    records = [
+        build_record([(t + 0.1, 1)], intended_s=float(t), output_tokens=1000 if t == 3 else None)
+        for t in range(10)
+    ]
+    totals = sum_up(records, Limits())
+    found = find_warnings([totals], {"offered_load": load, "cache_state": "cold"}, options)
+    assert [warning[:18] for warning in found] == ["usage: of 1 reques"]
+    both = Totals()
+    both.extend(totals)
+    both.extend(totals)
+    assert both.num_unequal == 2
 
 
 def test_progress_counts_what_ended() -> None:

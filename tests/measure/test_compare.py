@@ -43,6 +43,8 @@ def test_the_same_thing_can_be_compared(result: dict[str, Any]) -> None:
         ("sampling.temperature", 1.0, "sampling"),
         ("offered_load.rate_scale", 2.0, "offered load"),
         ("cache_state", "primed", "cache state at the start"),
+        ("timeout_s", 5.0, "timeout"),
+        ("max_drain_s", 5.0, "longest drain"),
     ],
 )
 def test_each_fact_that_differs_is_named(
@@ -58,6 +60,7 @@ def test_each_fact_that_differs_is_named(
     [
         ("bundle_digest", ""),
         ("hardware", {}),
+        ("hardware", {"platform": "cpu", "device": "cpu"}),
         ("jax_version", ""),
         ("cache_state", "unknown"),
         ("cache_state", "mixed"),
@@ -75,6 +78,13 @@ def test_a_setting_that_differs_is_shown_and_no_obstacle(result: dict[str, Any])
     assert find_differences(result, other) == []
     assert [str(found) for found in find_config_changes(result, other)] == [
         "scheduler.max_seqs: 2 against 8"
+    ]
+
+
+def test_another_way_to_the_server_is_shown(result: dict[str, Any]) -> None:
+    other = change(result, "target.backend", "openai chat")
+    assert [str(found) for found in find_config_changes(result, other)] == [
+        "target: simulated against openai chat"
     ]
 
 
@@ -117,6 +127,18 @@ def test_only_an_interval_without_one_is_a_verdict(
     old = scaled(result, name, [10.0, 10.1, 9.9])
     found = {change.name: change for change in compare(old, scaled(result, name, new))}
     assert found[name].verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "ratio"),
+    [([10.0, 11.0, 9.0], [0.0, 0.0, 0.0], 0.0), ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0], math.inf)],
+)
+def test_a_goodput_that_fell_to_nothing_is_told(
+    result: dict[str, Any], old: list[float], new: list[float], ratio: float
+) -> None:
+    changes = compare(scaled(result, "goodput", old), scaled(result, "goodput", new))
+    found = next(change for change in changes if change.name == "goodput")
+    assert (found.ratio.value, found.ratio.low, found.verdict) == (ratio, None, "unclear")
 
 
 def test_single_runs_have_a_ratio_without_a_verdict(result: dict[str, Any]) -> None:

@@ -268,3 +268,23 @@ def test_replays_are_added_up_by_their_tokens_and_times() -> None:
 def test_the_hit_rate_is_of_prompt_tokens() -> None:
     records = [build_record(prompt_tokens=30, cached_prompt_tokens=16), build_record()]
     assert sum_up(records, NO_LIMITS).hit_rate == 16 / 40
+
+
+def test_what_no_usage_tells_is_not_known() -> None:
+    silent = [build_record(prompt_tokens=30), build_record(prompt_tokens=None)]
+    assert sum_up(silent, NO_LIMITS).hit_rate is None
+    told = [build_record(prompt_tokens=30, cached_prompt_tokens=0)]
+    assert sum_up(told, NO_LIMITS).hit_rate == 0.0
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("ttft=0.12345671", "ttft=0.12345674"),
+        ("e2e=1000001", "e2e=1000002"),
+        ("itl_p99.99999=1", "itl_p99.9999=1"),
+    ],
+)
+def test_two_limits_are_never_written_alike(one: str, other: str) -> None:
+    assert read_limits([one]).as_json() != read_limits([other]).as_json()
+    assert read_limits([one]).as_json()["all"] == [one]

@@ -154,6 +154,11 @@ class Scripted(generation_pb2_grpc.GenerationServiceServicer):
             case "r10":
                 yield delta("a", [1])
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too slow a reader")
+            case "r11":  # a reason that only another version has
+                yield delta("a", [1])
+                yield finish(1, generation_pb2.FINISH_REASON_TOOL_CALLS)
+            case "r12":
+                yield Response()
 
 
 def start(request: generation_pb2.GenerateRequest) -> Response:
@@ -182,17 +187,18 @@ def test_every_kind_of_answer_has_its_outcome() -> None:
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with opened(f"127.0.0.1:{port}") as target:
-            asks = [build_ask(n) for n in range(11) if n != 7]
+            asks = [build_ask(n) for n in range(13) if n != 7]
             asks.append(build_ask(7, deadline_s=0.3))
             records = await replay(target, asks)
         await server.stop(None)
         return records
 
     records = asyncio.run(work())
-    assert [records[n].outcome for n in range(11)] == [
+    assert [records[n].outcome for n in range(13)] == [
         "ok", "refused", "failed", "failed", "short", "short", "timed_out", "timed_out", "failed",
-        "failed", "failed",
+        "failed", "failed", "failed", "failed",
     ]  # fmt: skip
+    assert "not jaxserve's" in records[11].error
     good = records[0]
     assert [arrival.num_tokens for arrival in good.arrivals] == [2, 0, 2]
     assert not good.are_tokens_assumed

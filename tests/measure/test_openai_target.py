@@ -33,6 +33,19 @@ def chat(content: str | None, finish: str | None = None, **delta: Any) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+NO_USAGES: list[object] = [
+    "four",
+    [4],
+    {"prompt_tokens": 3, "completion_tokens": "4"},
+    {"prompt_tokens": 3, "completion_tokens": -4},
+    {"prompt_tokens": 3, "completion_tokens": True},
+    {"prompt_tokens": 3, "completion_tokens": 4.0},
+    {"prompt_tokens": 3, "completion_tokens": float("nan")},
+    {"prompt_tokens": 3, "completion_tokens": 10**30},
+    {"prompt_tokens": "x", "completion_tokens": 4},
+    {**USAGE, "prompt_tokens_details": {"cached_tokens": "all"}},
+    {**USAGE, "prompt_tokens_details": [3]},
+]
 
 
 class Peer:
@@ -191,12 +204,25 @@ def test_bytes_may_be_cut_anywhere(size: int) -> None:
         (Peer(b"data: {nonsense\n\n"), "failed", "not OpenAI's"),
         (Peer(b"data: [1]\n\n"), "failed", "not OpenAI's"),
         (Peer(b"data: \xff\n\n"), "failed", "not OpenAI's"),
+        (Peer(b"data: " + b"[" * 100_000 + b"\n\n"), "failed", "not OpenAI's"),
+        (Peer(event(choices={"0": 1})), "failed", "not OpenAI's"),
+        *(
+            (Peer(choice("a", "length"), event(choices=[], usage=usage)), "failed", "not OpenAI's")
+            for usage in NO_USAGES
+        ),
     ],
 )
 def test_every_way_to_fail_has_its_outcome(peer: Peer, outcome: str, words: str) -> None:
     with pytest.raises(TargetError, match=words) as caught:
         read(peer.target())
     assert caught.value.outcome == outcome
+
+
+def test_a_running_usage_that_falls_takes_no_token_back() -> None:
+    steps = [{"completion_tokens": told} for told in (3, 1, 4)]
+    chunks = [event(choices=[{"index": 0, "text": "a"}], usage=usage) for usage in steps]
+    parts = read(Peer(*chunks, choice("", "length"), DONE).target())
+    assert counts(parts)[:3] == [3, 0, 1]
 
 
 def test_the_model_is_the_first_or_the_one_that_is_named() -> None:

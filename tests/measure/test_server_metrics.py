@@ -6,7 +6,7 @@ import httpx
 import pytest
 from prometheus_client import generate_latest
 
-from jaxserve.measure.server_metrics import Snapshot, describe_server
+from jaxserve.measure.server_metrics import Snapshot, describe_server, has_restarted
 from jaxserve.measure.targets.base import Levels
 from jaxserve.measure.targets.scrape import Scraper, levels_of
 from jaxserve.metrics import Metrics
@@ -70,6 +70,23 @@ def test_what_did_not_happen_has_no_share() -> None:
     assert (found["padding_share"], found["row_occupancy"], found["host_gap_share"]) == (
         None, None, None
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_other"),
+    [
+        ("process_start_time_seconds 5.5\nx_total 9", "process_start_time_seconds 5.5\n", False),
+        ("process_start_time_seconds 5.5\n", "process_start_time_seconds 9.5\n", True),
+        ("jaxserve_output_tokens_total 9\n", "jaxserve_output_tokens_total 4\n", True),
+        ("jaxserve_output_tokens_total 9\n", "jaxserve_output_tokens_total 9\n", False),
+        ("jaxserve_output_tokens_total 9\n", "other 1\n", True),
+    ],
+)
+def test_two_processes_have_no_difference(before: str, after: str, is_other: bool) -> None:
+    first, last = Snapshot.of_text(before), Snapshot.of_text(after)
+    assert has_restarted(first, last) is is_other
+    found = describe_server(first, last, peak_kv_usage=None, peak_memory_bytes=None)
+    assert (found is None) is is_other
 
 
 def test_metrics_that_cannot_be_read_are_none_and_not_zero() -> None:

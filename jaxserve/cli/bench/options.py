@@ -266,6 +266,7 @@ def read_bench_options(
     return BenchOptions(
         limits=read_all_limits(options, load),
         seed=seed,
+        is_seed_chosen=options.seed is not None,
         repeats=options.repeats,
         warm_up=options.warm_up,
         primes_cache=options.prime,
@@ -280,4 +281,15 @@ def read_bench_options(
 
 
 def read_all_limits(options: argparse.Namespace, load: Load) -> Limits:
-    return read_limits(options.limit, load.header.limits)
+    """Returns the limits of the command line and of the workload.
+
+    Raises:
+      ConfigError: one is none, or is for a class that no request has, so that it judges nothing.
+    """
+    limits = read_limits(options.limit, load.header.limits)
+    for name in limits.classes.keys() - load.header.limits.keys() - load.classes:
+        known = ", ".join(sorted(filter(None, load.classes))) or "none"
+        raise ConfigError(
+            f"--limit {name}:… is for prompt class {name!r}, but the load's classes are {known}"
+        )
+    return limits

@@ -1,6 +1,7 @@
 """`jaxserve bench sweep`: the highest load that still keeps its promise."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Final
 
@@ -95,6 +96,8 @@ def run(options: argparse.Namespace) -> int:
         async def measure(scale: float) -> float:
             name = f"point-{len(results) + 1:02d}"
             point = read_bench_options(options, load, seed=seed + len(results), rate_scale=scale)
+            if served.is_fresh:  # no earlier run, and each point has a seed of its own
+                point = dataclasses.replace(point, is_seed_chosen=False)
             with (
                 RequestWriter(folder / f"{name}.requests.jsonl") as writer,
                 BenchProgress(is_quiet=options.quiet, title=f"scale {scale:.4g}, ") as progress,
@@ -103,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
                     target=target,
                     load=load,
                     options=point,
-                    served=served,
+                    served=dataclasses.replace(served, is_fresh=served.is_fresh and not results),
                     writer=writer,
                     on_progress=progress,
                 )

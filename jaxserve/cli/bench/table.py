@@ -167,7 +167,7 @@ def summarize_changes(changes: Sequence[Change], settings: Sequence[Difference])
     lines.append(f"{'':<16}{'A':>10}{'B':>10}{'B / A':>9}   {'95 % interval':<18}")
     for change in changes:
         ratio = change.ratio
-        interval = "needs repeats"
+        interval = "needs repeats" if ratio.num_repeats < 2 else "none of a 0"
         if ratio.low is not None and ratio.high is not None:
             interval = f"{ratio.low:.3f} to {ratio.high:.3f}"
         lines.append(

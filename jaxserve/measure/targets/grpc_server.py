@@ -88,6 +88,10 @@ class GrpcTarget:
         except ServerError as error:
             outcome = _outcome(error, has_begun=has_begun)
             raise TargetError(str(error), outcome=outcome) from error
+        except LookupError as error:  # no reason of ours, or a message without an event
+            raise TargetError(
+                f"the stream is not jaxserve's: its end has the reason {error}", outcome="failed"
+            ) from error
 
     async def read_metrics(self) -> Snapshot | None:
         return await self._scraper.read() if self._scraper else None

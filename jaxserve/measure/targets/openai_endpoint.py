@@ -24,6 +24,7 @@ LATE_STATUS: Final = frozenset({408, 504})
 REFUSED_STATUS: Final = frozenset({*range(400, 500), 503}) - LATE_STATUS
 CONNECT_TIMEOUT_S: Final = 30.0
 ERROR_CHARS: Final = 300
+MAX_TOKENS: Final = (1 << 31) - 1  # of one request; more is no count
 
 
 class OpenAITarget:
@@ -112,17 +113,18 @@ class OpenAITarget:
                     for text in events.feed(content):
                         if (message := reading.take(text)) is not None:
                             yield message
+                end = reading.end()
         except httpx.ConnectError as error:
             raise TargetError(f"no connection: {_say(error)}", outcome="refused") from error
         except httpx.TimeoutException as error:
             raise TargetError(f"no connection in time: {_say(error)}", outcome="refused") from error
         except httpx.HTTPError as error:
             raise TargetError(f"the connection broke: {_say(error)}", outcome="failed") from error
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
             raise TargetError(
                 f"the stream is not OpenAI's: {_say(error)}", outcome="failed"
             ) from error
-        yield reading.end()
+        yield end
 
     async def read_metrics(self) -> Snapshot | None:
         return await self._scraper.read() if self._scraper else None
@@ -190,7 +192,7 @@ class _Reading:
         if not choices:
             return None
         choice = choices[0]
-        self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        self._finish_reason = str(choice.get("finish_reason") or self._finish_reason)
         content = self._text_of(choice)
         num_tokens = self._count(choice, usage)
         if num_tokens is None and self._says_nothing(choice, content):
@@ -202,15 +204,16 @@ class _Reading:
 
         Raises:
           TargetError: the stream broke off before it.
+          ValueError, AttributeError: its usage is none.
         """
         if not self._finish_reason:
             raise TargetError("the stream stopped before its end", outcome="failed")
         details = self._usage.get("prompt_tokens_details") or {}
         return End(
             finish_reason=self._finish_reason,
-            prompt_tokens=self._usage.get("prompt_tokens"),
-            output_tokens=self._usage.get("completion_tokens"),
-            cached_prompt_tokens=details.get("cached_tokens"),
+            prompt_tokens=_number(self._usage, "prompt_tokens"),
+            output_tokens=_number(self._usage, "completion_tokens"),
+            cached_prompt_tokens=_number(details, "cached_tokens"),
         )
 
     def _text_of(self, choice: Mapping[str, Any]) -> str:
@@ -222,14 +225,15 @@ class _Reading:
 
     def _count(self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None) -> int | None:
         token_ids = choice.get("token_ids")
-        if token_ids is not None:
+        if isinstance(token_ids, list):
             self._num_told += len(token_ids)
             return len(token_ids)
-        if usage and usage.get("completion_tokens") is not None:
-            told = int(usage["completion_tokens"])
-            new, self._num_told = told - self._num_told, told
-            return new
-        return None
+        told = _number(usage, "completion_tokens") if usage else None
+        if told is None:
+            return None
+        new = max(0, told - self._num_told)  # a count that falls took nothing back
+        self._num_told += new
+        return new
 
     def _says_nothing(self, choice: Mapping[str, Any], content: str) -> bool:
         """The role in front of a chat, and an end without text, are no part of the output."""
@@ -237,6 +241,21 @@ class _Reading:
             return False
         is_role = "role" in (choice.get("delta") or {})
         return is_role or bool(choice.get("finish_reason"))
+
+
+def _number(usage: Mapping[str, Any], name: str) -> int | None:
+    """Returns a count of tokens; None where it is not told.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    value = usage.get(name)
+    if value is None:
+        return None
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or not 0 <= value <= MAX_TOKENS:
+        raise ValueError(f"usage.{name} is {_shorten(value)}")
+    return int(value)
 
 
 async def _check_status(response: httpx.Response) -> None:
