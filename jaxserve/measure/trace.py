@@ -7,6 +7,7 @@ its complete events ("X", times in microseconds) and the names of processes and 
 
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -73,10 +74,10 @@ def read_trace(path: Path) -> Trace:
       WorkloadError: it cannot be read, or is no trace of ours.
     """
     try:
-        trace = json.loads(path.read_bytes())
+        trace = json.loads(path.read_bytes(), parse_constant=_finite, parse_float=_finite)
     except OSError as error:
         raise WorkloadError(f"trace {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WorkloadError(f"trace {path} is not JSON: {error}; is it complete?") from error
     problem = _find_problem(trace)
     if problem:
@@ -86,6 +87,14 @@ def read_trace(path: Path) -> Trace:
         )
     assert isinstance(trace, dict)
     return trace
+
+
+def _finite(text: str) -> float:
+    """Refuses what a browser's JSON does not have."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no number of JSON")
+    return value
 
 
 def _find_problem(trace: object) -> str | None:

@@ -10,13 +10,16 @@ from jaxserve.measure.trace import Trace
 
 def build_page(trace: Trace) -> str:
     """Returns the HTML, with the trace within."""
-    template = importlib.resources.files("jaxserve.measure").joinpath("trace_page.html").read_text()
+    template = (
+        importlib.resources.files("jaxserve.measure").joinpath("trace_page.html").read_text("utf-8")
+    )
     facts = trace["otherData"]
     title = html.escape(f"{facts.get('model', '')} · jaxserve trace")
     # within a script a browser looks for its end and for comments, and for nothing else
     data = json.dumps(trace, separators=(",", ":")).replace("<", "\\u003c")
-    return template.replace("@title@", title, 1).replace("@trace@", data, 1)
+    # the title's place comes first, so neither can be taken for the other's
+    return template.replace("@trace@", data, 1).replace("@title@", title, 1)
 
 
 def write_page(trace: Trace, path: Path) -> None:
-    path.write_text(build_page(trace))
+    path.write_text(build_page(trace), encoding="utf-8", errors="replace")

@@ -11,7 +11,7 @@ from jaxserve.config import MeasureSection
 from jaxserve.engine.trace_ring import TraceRing
 from jaxserve.errors import WorkloadError
 from jaxserve.measure.trace import build_trace, read_trace, write_trace
-from jaxserve.measure.trace_page import build_page
+from jaxserve.measure.trace_page import build_page, write_page
 from tests.engines import ask, build_engine, gather, serve
 from tests.measure.trace_format import check_format
 from tests.metrics.script import run_script
@@ -167,6 +167,9 @@ def test_what_is_written_is_read_again(trace: dict[str, Any], tmp_path: Path) ->
         (lambda text: text.replace('"ts":', '"at":'), "has no number ts"),
         (lambda text: text.replace('"dur":1000000.0', '"dur":null'), "has no number dur"),
         (lambda text: text.replace('"args":{', '"facts":{'), "has no name or args"),
+        (lambda text: text.replace('"dur":1000000.0', '"dur":NaN'), "is not JSON: NaN"),
+        (lambda text: text.replace('"dur":1000000.0', '"dur":1e999'), "is not JSON: 1e999"),
+        (lambda text: "[" * 100_000, "is not JSON: maximum recursion"),
     ],
 )
 def test_a_file_that_is_no_trace_of_ours_is_one_line(
@@ -200,3 +203,12 @@ def test_the_page_holds_the_trace_and_asks_nobody_for_anything(trace: dict[str, 
 def test_a_models_name_cannot_write_into_the_page(trace: dict[str, Any]) -> None:
     page = build_page({**trace, "otherData": {**trace["otherData"], "model": "</title><b>x"}})
     assert "</title><b>" not in page
+
+
+@pytest.mark.parametrize("model", ["@trace@", "@title@", "é \ud800"])
+def test_any_models_name_makes_a_page(trace: dict[str, Any], model: str, tmp_path: Path) -> None:
+    named = {**trace, "otherData": {**trace["otherData"], "model": model}}
+    write_page(named, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    _, _, rest = page.partition('<script type="application/json" id="trace">')
+    assert json.loads(rest.partition("</script>")[0]) == named
