@@ -23,7 +23,7 @@ EPILOG: Final = """\
 examples:
   jaxserve buckets --dry-run
   jaxserve buckets path/to/model --config configs/cpu.toml
-  jaxserve buckets --dry-run --metrics-url http://127.0.0.1:9090/metrics
+  jaxserve buckets --dry-run --metrics-url http://127.0.0.1:9100
 
 A forward's bucket is DECODE_SEQSxVERIFY_TOKENS+CHUNK_TOKENS, 8x1+256 say: a
 step of up to 8 rows of one token beside up to 256 prompt tokens. An output's is

@@ -57,7 +57,16 @@ class Difference:
     new: object
 
     def __str__(self) -> str:
-        return f"{self.name}: {_say(self.old)} against {_say(self.new)}"
+        old, new = self.old, self.new
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and old and new:
+            unlike = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+            old, new = ({key: side[key] for key in unlike if key in side} for side in (old, new))
+        return f"{self.name}: {_say(old)} against {_say(new)}"
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether a side does not know it; two may be alike in that."""
+        return any(side in NOT_KNOWN for side in (self.old, self.new))
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -173,5 +182,9 @@ def _flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _say(value: object) -> str:
     if value in NOT_KNOWN[:3]:
         return "not known"
+    if isinstance(value, Mapping):
+        return ", ".join(
+            f"{key} {'none' if part is None else _say(part)}" for key, part in value.items()
+        )
     text = str(value)
     return f"{text[:12]}…" if len(text) == 64 else text

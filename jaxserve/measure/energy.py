@@ -205,7 +205,7 @@ def _load_nvml() -> Nvml:
     try:
         nvml: Nvml = importlib.import_module("pynvml")
     except ImportError as error:
-        raise NotReadableError("nvidia-ml-py is not installed; pip install jaxserve[nvidia]") from (
-            error
-        )
+        raise NotReadableError(
+            "nvidia-ml-py is not installed; pip install 'jaxserve[nvidia]'"
+        ) from error
     return nvml

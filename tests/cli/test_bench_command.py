@@ -260,3 +260,16 @@ def test_progress_elsewhere_than_on_a_terminal_is_a_line_now_and_then(
         "repeat 1 of 1: 3/4 requests · 1 not ok · 6 tokens/s",
         "repeat 1 of 1: 4/4 requests · 1 not ok · 5 tokens/s",
     ]
+
+
+def test_progress_counts_a_phases_time_from_the_end_of_the_one_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    times = iter([0.0, 10.0, 12.0])
+    with BenchProgress(is_quiet=False, clock=lambda: next(times)) as show:
+        for phase in ("warm-up", "repeat 1 of 1"):
+            show(Progress(phase=phase, num_ended=1, num_all=1, num_bad=0, num_tokens=60))
+    assert capsys.readouterr().err.splitlines() == [
+        "warm-up: 1/1 requests · 6 tokens/s",
+        "repeat 1 of 1: 1/1 requests · 30 tokens/s",
+    ]

@@ -91,6 +91,15 @@ def test_another_way_to_the_server_is_shown(result: dict[str, Any]) -> None:
 def test_a_digest_is_shown_short_and_nothing_as_not_known(result: dict[str, Any]) -> None:
     found = find_differences(result, change(result, "bundle_digest", ""))
     assert str(found[0]) == "bundle digest: abababababab… against not known"
+    assert found[0].is_unknown
+
+
+def test_of_a_fact_with_parts_those_that_differ_are_shown(result: dict[str, Any]) -> None:
+    other = change(result, "offered_load.burstiness", 0.25)
+    (found,) = find_differences(result, other)
+    before = result["manifest"]["offered_load"]["burstiness"]
+    assert str(found) == f"offered load: burstiness {before} against burstiness 0.25"
+    assert not found.is_unknown
 
 
 def scaled(result: dict[str, Any], name: str, values: list[float]) -> dict[str, Any]:

@@ -17,10 +17,12 @@ examples:
   jaxserve bench compare before after
   jaxserve bench compare before/result.json after/result.json --force
 
-Workload, bundle, hardware, jax, limits, sampling, offered load and the caches'
-state at the start must be the same, and known; else nothing is compared, with
-exit code 1. --force compares all the same, and says what differs. Intervals
-need repeats on both sides; without them a ratio says little.
+Workload, bundle, hardware, jax, limits, sampling, offered load, timeouts and
+the caches' state at the start must be the same, and known; else nothing is
+compared, with exit code 1. Of a server elsewhere `bench run` knows bundle and
+hardware only by MODEL or --bundle-digest, and --hardware. --force compares all
+the same, and says what differs. Intervals need repeats on both sides; without
+them a ratio says little.
 """
 
 
@@ -50,7 +52,10 @@ def run(options: argparse.Namespace) -> int:
     differences = find_differences(old, new)
     if differences and not options.force:
         listed = "; ".join(map(str, differences))
-        raise ResultError(f"these two cannot be compared: {listed}; --force does it all the same")
+        fix = "--force does it all the same"
+        if any(difference.is_unknown for difference in differences):
+            fix = f"`jaxserve bench run --help` has what tells of a server elsewhere; {fix}"
+        raise ResultError(f"these two cannot be compared: {listed}; {fix}")
     for difference in differences:
         print(f"! not the same: {difference}", file=sys.stderr)
     print(summarize_changes(changes, find_config_changes(old, new)))

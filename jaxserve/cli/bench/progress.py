@@ -27,7 +27,7 @@ class BenchProgress:
         self._title = title
         self._clock = clock
         self._phase = ""
-        self._began_s = self._shown_s = clock()
+        self._began_s = self._shown_s = self._last_s = clock()
         self._bar: rich.progress.Progress | None = None
         self._task: rich.progress.TaskID | None = None
         if sys.stderr.isatty() and not is_quiet:
@@ -42,7 +42,7 @@ class BenchProgress:
     def __enter__(self) -> Self:
         if self._bar:
             self._bar.start()
-            self._task = self._bar.add_task("")
+            self._task = self._bar.add_task(f"{self._title}no request has ended yet")
         return self
 
     def __exit__(
@@ -58,7 +58,9 @@ class BenchProgress:
         """A request has ended."""
         now_s = self._clock()
         if progress.phase != self._phase:
-            self._phase, self._began_s, self._shown_s = progress.phase, now_s, now_s
+            # it began when the one before ended, not with its own first end
+            self._phase, self._began_s, self._shown_s = progress.phase, self._last_s, now_s
+        self._last_s = now_s
         text = self._describe(progress, now_s - self._began_s)
         if self._bar and self._task is not None:
             self._bar.update(
