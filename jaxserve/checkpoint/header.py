@@ -78,6 +78,13 @@ class ModelHeader:
                 whole.update(hashlib.file_digest(file, "sha256").digest())
         return whole.hexdigest()
 
+    @functools.cached_property
+    def identity(self) -> str:
+        """SHA-256 over the digest and all that says how the weights are run: two folders may share
+        their weights alone."""
+        facts = (self.config, self.tokenizer.digest, sorted(self.eos_ids), self.defaults)
+        return hashlib.sha256(f"{self.digest}\0{facts!r}".encode()).hexdigest()
+
 
 class ModelSource(Protocol):
     """A place that holds one model: a GGUF file, a Hugging Face folder, or a bundle of ours."""

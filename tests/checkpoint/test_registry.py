@@ -131,3 +131,17 @@ def test_the_demo_model_loads_in_bfloat16_with_float32_norms() -> None:
     params = find_model(DEMO_NAME).load_params(ml_dtypes.bfloat16)
     assert params["embedding_VD"].dtype == ml_dtypes.bfloat16
     assert params["layers"]["0"]["attn_norm_D"].dtype == np.float32
+
+
+def test_models_that_share_their_weights_alone_have_other_identities(tmp_path: Path) -> None:
+    weights = make_weights(T1)
+    changes: list[dict[str, object]] = [
+        {}, {"rope_theta": 9000.0}, {"eos_token_id": 2}, {"rms_norm_eps": 1e-6},
+    ]  # fmt: skip
+    headers = [
+        find_model(str(write_hf(tmp_path / str(place), T1, weights, settings=change))).load_header()
+        for place, change in enumerate([*changes, {}])
+    ]
+    assert len({header.digest for header in headers}) == 1
+    assert len({header.identity for header in headers}) == len(changes)
+    assert headers[0].identity == headers[-1].identity

@@ -35,7 +35,7 @@ def _log_level() -> Iterator[None]:
 
 
 class Header:
-    digest = "ab" * 32
+    identity = "ab" * 32
 
 
 class Source:

@@ -40,7 +40,7 @@ def _loaded(options: argparse.Namespace) -> Iterator[tuple[Engine, Served]]:
 
     model = options.model or DEFAULT_MODEL
     config = read_config(options).config
-    digest = find_model(model).load_header().digest
+    digest = find_model(model).load_header().identity
     with StartProgress(is_quiet=options.quiet) as progress:
         engine = load_engine(model, config, progress=progress)
     settings = config.model_dump(mode="json")
@@ -115,7 +115,7 @@ def _is_loopback(target: str) -> bool:
 
 
 def _read_model(options: argparse.Namespace) -> tuple[Tokenizer | None, int, str]:
-    """Returns tokenizer, vocabulary size and digest of the files that the server is said to have.
+    """Returns tokenizer, vocabulary size and identity of the files that the server is said to have.
 
     They are what somebody says: nothing here can see what it has loaded.
     """
@@ -124,7 +124,7 @@ def _read_model(options: argparse.Namespace) -> tuple[Tokenizer | None, int, str
     from jaxserve.checkpoint.registry import find_model
 
     header = find_model(options.model).load_header()
-    return header.tokenizer, header.config.vocab_size, header.digest
+    return header.tokenizer, header.config.vocab_size, header.identity
 
 
 def _read_key(name: str | None) -> str | None:
