@@ -1,4 +1,4 @@
-"""The result of a benchmark as one JSON object, and its requests as one line each.
+"""The result of a benchmark as one JSON object.
 
 The object's keys are API (SCHEMA_VERSION): those of `vllm bench serve` beside our own blocks.
 Absent is null, never 0. Seconds, unless a key ends in `_ms`.
@@ -9,23 +9,21 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Final, Self
+from typing import Any, Final
 
 from jaxserve.errors import ResultError
 from jaxserve.measure import goodput
 from jaxserve.measure.energy import Energy
 from jaxserve.measure.goodput import Counts, Totals
-from jaxserve.measure.records import Arrival, RequestRecord, ServerPhases
 from jaxserve.measure.replay import TimelineSample
+from jaxserve.measure.request_lines import tidy
 from jaxserve.measure.statistics import METHODS, Distribution, Interval, mean_interval
 
 SCHEMA_VERSION: Final = 1
 RESULT_FILE: Final = "result.json"
-REQUESTS_FILE: Final = "requests.jsonl"
 # vLLM's names of latencies and ours.
 VLLM_LATENCIES: Final = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2el": "e2e"}
-# What is told of each repeat, with an interval over all; the first of each name is a latency.
+# What is told of each repeat, with an interval over all.
 REPEATED: Final = tuple(
     (name, part)
     for name in ("ttft", "itl", "tpot", "e2e", "queue", "prefill", "decode", "delivery")
@@ -64,7 +62,7 @@ def build_result(
     for repeat in repeats:
         pooled.extend(repeat.totals)
     latencies = {name: sample.describe() for name, sample in pooled.samples.items()}
-    result: JsonObject = _tidy(
+    result: JsonObject = tidy(
         {
             "schema_version": SCHEMA_VERSION,
             "kind": kind,
@@ -239,73 +237,6 @@ def _describe_repeat(totals: Totals) -> JsonObject:
         "hit_rate": totals.hit_rate,
         **{f"{name}_{part}": getattr(latencies[name], part) for name, part in REPEATED},
     }
-
-
-def _tidy(value: Any) -> Any:  # noqa: ANN401  # any JSON value
-    """Returns the value with floats to nine decimals: nanoseconds, and no noise of rounding."""
-    match value:
-        case float():
-            return round(value, 9)
-        case Mapping():
-            return {key: _tidy(part) for key, part in value.items()}
-        case list() | tuple():
-            return [_tidy(part) for part in value]
-    return value
-
-
-class RequestWriter:
-    """Writes requests as lines, as they end; a `with` block closes the file."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("w", encoding="utf-8")
-
-    def write(self, record: RequestRecord, repeat: int | None) -> None:
-        """Args:
-        repeat: from 0; None of a warm-up.
-        """
-        line = {"repeat": repeat, **_record_facts(record)}
-        self._file.write(json.dumps(_tidy(line), separators=(",", ":")) + "\n")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._file.close()
-
-
-def _record_facts(record: RequestRecord) -> JsonObject:
-    """Returns a record's fields; arrivals as pairs of time and tokens."""
-    facts: JsonObject = {
-        field.name: getattr(record, field.name) for field in dataclasses.fields(record)
-    }
-    facts["arrivals"] = [[arrival.time_s, arrival.num_tokens] for arrival in record.arrivals]
-    facts["phases"] = dataclasses.asdict(record.phases)
-    return facts
-
-
-def read_records(path: Path) -> Iterator[tuple[int | None, RequestRecord]]:
-    """Yields the repeat and the record of each line that `RequestWriter` wrote.
-
-    Raises:
-      ResultError: a line is something else.
-    """
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                facts = json.loads(line)
-                repeat = facts.pop("repeat")
-                facts["arrivals"] = tuple(
-                    Arrival(time_s=time_s, num_tokens=count) for time_s, count in facts["arrivals"]
-                )
-                facts["phases"] = ServerPhases(**facts["phases"])
-                yield repeat, RequestRecord(**facts)
-            except (ValueError, TypeError, KeyError) as error:
-                raise ResultError(f"{path}, line {number}: not a request of a replay") from error
 
 
 def write_result(result: Mapping[str, Any], path: Path) -> None:

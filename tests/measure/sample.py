@@ -8,14 +8,12 @@ writes them anew; a test holds that they are what this makes.
 import math
 from pathlib import Path
 
-from jaxserve.measure.bench import Bench, BenchOptions, Served
+from jaxserve.measure.bench import Bench
+from jaxserve.measure.bench_options import BenchOptions, Served
 from jaxserve.measure.limits import read_limits
 from jaxserve.measure.load import Load, load_memory
-from jaxserve.measure.result import (
-    JsonObject,
-    RequestWriter,
-    write_result,
-)
+from jaxserve.measure.request_lines import RequestWriter
+from jaxserve.measure.result import JsonObject, write_result
 from jaxserve.measure.sweep import Search, build_sweep, find_highest
 from jaxserve.measure.workload import Header, Recipe, WorkloadEntry
 from jaxserve.measure.workload.entry import build_workload

@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ResultError, WorkloadError
-from jaxserve.measure.bench import Bench, BenchOptions, Progress, Served, find_warnings
+from jaxserve.measure.bench import Bench, Progress
+from jaxserve.measure.bench_options import BenchOptions, Served
+from jaxserve.measure.cautions import find_warnings
 from jaxserve.measure.goodput import Totals, sum_up
 from jaxserve.measure.limits import Limits, read_limits
 from jaxserve.measure.load import AskMaker, Load, load_file, load_memory
 from jaxserve.measure.records import ServerPhases
-from jaxserve.measure.result import (
-    RequestWriter,
-    read_records,
-    read_result,
-    write_result,
-)
+from jaxserve.measure.request_lines import RequestWriter, read_records
+from jaxserve.measure.result import read_result, write_result
 from jaxserve.measure.targets.base import TargetFacts
 from jaxserve.measure.workload import Header, Prompt, Recipe, WorkloadEntry, save_workload
 from jaxserve.measure.workload.entry import Workload, build_workload

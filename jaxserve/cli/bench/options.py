@@ -9,7 +9,7 @@ from typing import Final
 from jaxserve.cli.options import add_config_options
 from jaxserve.cli.workload.options import add_arrival_options, check, read_arrivals
 from jaxserve.errors import ConfigError
-from jaxserve.measure.bench import LAG_BOUND_S, BenchOptions
+from jaxserve.measure.bench_options import LAG_BOUND_S, BenchOptions
 from jaxserve.measure.limits import Limits, read_limits
 from jaxserve.measure.load import Load, load_file, load_memory
 from jaxserve.measure.replay import TIMEOUT_S

@@ -19,15 +19,11 @@ from jaxserve.cli.bench.session import run_against
 from jaxserve.cli.bench.table import summarize
 from jaxserve.cli.workload.options import check
 from jaxserve.errors import ResultError
-from jaxserve.measure.bench import Bench, Served
+from jaxserve.measure.bench import Bench
+from jaxserve.measure.bench_options import Served
 from jaxserve.measure.report import write_report
-from jaxserve.measure.result import (
-    REQUESTS_FILE,
-    RESULT_FILE,
-    JsonObject,
-    RequestWriter,
-    write_result,
-)
+from jaxserve.measure.request_lines import REQUESTS_FILE, RequestWriter
+from jaxserve.measure.result import RESULT_FILE, JsonObject, write_result
 from jaxserve.measure.targets import Target
 
 EPILOG: Final = f"""\

@@ -13,7 +13,7 @@ from jaxserve.cli.progress import StartProgress
 from jaxserve.engine import Engine, Tokenizer
 from jaxserve.engine.machine import read_devices, read_machine
 from jaxserve.errors import ConfigError
-from jaxserve.measure.bench import Served
+from jaxserve.measure.bench_options import Served
 from jaxserve.measure.targets import Target
 from jaxserve.measure.targets.in_process import InProcessTarget
 

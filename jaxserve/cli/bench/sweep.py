@@ -21,9 +21,11 @@ from jaxserve.cli.bench.session import run_against
 from jaxserve.cli.bench.table import summarize_sweep
 from jaxserve.cli.workload.options import check
 from jaxserve.errors import ConfigError
-from jaxserve.measure.bench import Bench, Served
+from jaxserve.measure.bench import Bench
+from jaxserve.measure.bench_options import Served
 from jaxserve.measure.report import SWEEP_FILE, write_report
-from jaxserve.measure.result import JsonObject, RequestWriter, write_result
+from jaxserve.measure.request_lines import RequestWriter
+from jaxserve.measure.result import JsonObject, write_result
 from jaxserve.measure.sweep import Search, build_sweep, find_highest
 from jaxserve.measure.targets import Target
 

@@ -20,7 +20,8 @@ from jaxserve.measure.report.figures import Figure, Section
 from jaxserve.measure.report.observed import Observed
 from jaxserve.measure.report.page import build_page
 from jaxserve.measure.report.png import write_pngs
-from jaxserve.measure.result import REQUESTS_FILE, RESULT_FILE, read_records, read_result
+from jaxserve.measure.request_lines import REQUESTS_FILE, read_records
+from jaxserve.measure.result import RESULT_FILE, read_result
 
 SWEEP_FILE: Final = "sweep.json"
 

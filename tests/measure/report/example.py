@@ -12,13 +12,8 @@ from jaxserve.measure.goodput import Tally
 from jaxserve.measure.limits import Limits, read_limits
 from jaxserve.measure.records import Arrival, Outcome, RequestRecord, ServerPhases
 from jaxserve.measure.replay import TimelineSample
-from jaxserve.measure.result import (
-    JsonObject,
-    Repeat,
-    RequestWriter,
-    build_result,
-    write_result,
-)
+from jaxserve.measure.request_lines import RequestWriter
+from jaxserve.measure.result import JsonObject, Repeat, build_result, write_result
 from jaxserve.measure.targets.base import Levels
 
 LIMITS = ("ttft=0.8", "itl_p95=0.06", "e2e=12", "batch:e2e=30", "batch:ttft=5")
