@@ -54,7 +54,13 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         allow_abbrev=False,
     )
     parser.add_argument("source", type=Path, metavar="SRC", help="the file to read")
-    parser.add_argument("--format", choices=(*FORMATS, OWN), required=True, help="see below")
+    parser.add_argument(
+        "--format",
+        choices=(*FORMATS, OWN),
+        required=True,
+        metavar="FORMAT",
+        help=f"one of {', '.join((*FORMATS, OWN))}; see below",
+    )
     add_output_options(parser)
     parser.add_argument("--licence", metavar="TEXT", help="of SRC, where it is not known")
     group = parser.add_argument_group("arrivals, for files without times")
