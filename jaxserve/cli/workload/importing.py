@@ -62,7 +62,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help=f"one of {', '.join((*FORMATS, OWN))}; see below",
     )
     add_output_options(parser)
-    parser.add_argument("--licence", metavar="TEXT", help="of SRC, where it is not known")
+    parser.add_argument("--licence", metavar="TEXT", help="of SRC, to be kept in the file")
     group = parser.add_argument_group("arrivals, for files without times")
     add_arrival_options(group)
     group.add_argument(

@@ -28,24 +28,19 @@ US_PER_S: Final = 10**6
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class _TraceFormat:
-    """A reader, whether its files tell times, and what is known of where they come from."""
+    """A reader, whether its files tell times, and whose layout it is: a file may be anybody's."""
 
     read: Callable[[BinaryIO, Path, Counts], Iterator[Traced]]
     has_times: bool
-    source: str
-    licence: str = ""
+    layout: str
 
 
 FORMATS: Final[Mapping[str, _TraceFormat]] = {
-    "azure": _TraceFormat(
-        read=read_azure, has_times=True, source="Azure/AzurePublicDataset", licence="CC BY 4.0"
-    ),
-    "mooncake": _TraceFormat(
-        read=read_mooncake, has_times=True, source="kvcache-ai/Mooncake", licence="Apache-2.0"
-    ),
-    "burstgpt": _TraceFormat(read=read_burstgpt, has_times=True, source="HPMLL/BurstGPT"),
-    "sharegpt": _TraceFormat(read=read_sharegpt, has_times=False, source="ShareGPT"),
-    "vllm": _TraceFormat(read=read_vllm, has_times=False, source="a custom data set of vllm bench"),
+    "azure": _TraceFormat(read=read_azure, has_times=True, layout="Azure/AzurePublicDataset"),
+    "mooncake": _TraceFormat(read=read_mooncake, has_times=True, layout="kvcache-ai/Mooncake"),
+    "burstgpt": _TraceFormat(read=read_burstgpt, has_times=True, layout="HPMLL/BurstGPT"),
+    "sharegpt": _TraceFormat(read=read_sharegpt, has_times=False, layout="ShareGPT"),
+    "vllm": _TraceFormat(read=read_vllm, has_times=False, layout="vllm bench's custom data sets"),
 }
 
 
@@ -121,8 +116,7 @@ def import_trace(path: Path, format: str, filling: Filling) -> Imported:
         concurrency=closed.concurrency if closed else None,
         prompts="fixed" if is_fixed else "unique",
         seed=filling.seed,
-        source=f"{known.source}: {path.name}",
-        licence=known.licence,
+        source=f"{path.name}, in the layout of {known.layout}",
         parameters={"format": format, "sha256": digest},
     )
     return Imported(header=header, entries=entries, counts=counts)
