@@ -13,7 +13,7 @@ import numpy as np
 from jax import numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxserve.model.config import ModelConfig
+from jaxserve.model.config import LayerConfig, ModelConfig
 
 # Nested dicts with arrays as leaves; `abstract_params` knows the nesting, mypy does not.
 Params = dict[str, Any]
@@ -48,13 +48,28 @@ def abstract_params(config: ModelConfig, dtype: DTypeLike) -> dict[str, ParamSpe
     if not config.tied_head:
         specs["head_VD"] = ParamSpec((V, D), weight, ("tensor", None))
     for index, layer in enumerate(config.layers):
-        leaves = _attention_specs(config, weight=weight, norm=norm)
-        leaves |= _norm_specs(config, norm=norm)
-        if layer.mlp == "experts":
-            leaves |= _experts_specs(config, weight=weight)
-        else:
-            leaves |= _mlp_specs(config, weight=weight)
+        leaves = _layer_specs(config, layer, weight=weight, norm=norm)
         specs.update({f"layers/{index}/{name}": spec for name, spec in leaves.items()})
+    return specs
+
+
+def _layer_specs(
+    config: ModelConfig, layer: LayerConfig, *, weight: np.dtype, norm: np.dtype
+) -> dict[str, ParamSpec]:
+    """In the order of use."""
+    norm_D = ParamSpec((config.hidden_size,), norm, (None,))
+    specs = {"attn_norm_D": norm_D} if config.pre_norms else {}
+    specs |= _attention_specs(config, weight=weight, norm=norm)
+    if config.post_norms:
+        specs["attn_post_norm_D"] = norm_D
+    if config.pre_norms:
+        specs["mlp_norm_D"] = norm_D
+    if layer.mlp == "experts":
+        specs |= _experts_specs(config, weight=weight)
+    else:
+        specs |= _mlp_specs(config, weight=weight)
+    if config.post_norms:
+        specs["mlp_post_norm_D"] = norm_D
     return specs
 
 
@@ -81,12 +96,6 @@ def _attention_specs(
         specs["q_norm_NH"] = ParamSpec((N, H), norm, ("tensor", None))
         specs["k_norm_KH"] = ParamSpec((K, H), norm, ("tensor", None))
     return specs
-
-
-def _norm_specs(config: ModelConfig, *, norm: np.dtype) -> dict[str, ParamSpec]:
-    names = ["attn_norm_D", "mlp_norm_D"] if config.pre_norms else []
-    names += ["attn_post_norm_D", "mlp_post_norm_D"] if config.post_norms else []
-    return {name: ParamSpec((config.hidden_size,), norm, (None,)) for name in names}
 
 
 def _mlp_specs(config: ModelConfig, *, weight: np.dtype) -> dict[str, ParamSpec]:

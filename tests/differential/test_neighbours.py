@@ -133,7 +133,7 @@ SIX = [
     ask(prompt_of(3, salt=1), temperature=0.3, top_k=2, seed=1, max_tokens=5),
     ask(prompt_of(6, salt=2), temperature=1.0, top_p=0.5, seed=2, max_tokens=9),
     ask(prompt_of(4, salt=3), repetition_penalty=1.8, max_tokens=14),
-    ask(prompt_of(1, salt=4), temperature=1.0, logit_bias={3: 20.0}, seed=4, max_tokens=7),
+    ask(prompt_of(1, salt=4), temperature=1.0, logit_bias={3: 5.0}, seed=4, max_tokens=7),
     ask(prompt_of(12, salt=5), temperature=1.0, min_p=0.3, seed=5, max_tokens=8),
 ]
 
