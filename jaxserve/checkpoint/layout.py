@@ -4,7 +4,6 @@ A stored weight is [out, in]; ours is [in, out] with the heads split: a table fo
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -173,23 +172,6 @@ def _stored_shape(path: str, config: ModelConfig) -> tuple[int, ...]:
             return (sizes[letters[0]] * sizes["H"],)
         case letters:
             return tuple(sizes[letter] for letter in letters)
-
-
-def join_parts(parts: Sequence[StoredPart], read: Callable[[str], np.ndarray]) -> np.ndarray:
-    """Returns a parameter's parts as one stored array; a view where it is one tensor as it is.
-
-    Args:
-      read: a whole stored tensor by its name.
-    """
-    arrays = []
-    for part in parts:
-        array = read(part.name)
-        if part.rows is not None:
-            array = array[part.rows[0] : part.rows[1]]
-        if part.add:
-            array = array.astype(np.float32) + np.float32(part.add)
-        arrays.append(array)
-    return arrays[0] if len(arrays) == 1 else np.stack(arrays)
 
 
 def as_stored(param: np.ndarray, path: str, config: ModelConfig) -> np.ndarray:

@@ -8,7 +8,7 @@ import array
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -225,14 +225,6 @@ class Tally:
                 counts.compliant = 1
                 counts.compliant_tokens = counts.raw_tokens
         return counts
-
-
-def sum_up(records: Iterable[RequestRecord], limits: Limits) -> Totals:
-    """Returns what a replay's records come to."""
-    tally = Tally(limits)
-    for record in records:
-        tally.add(record)
-    return tally.close()
 
 
 def find_peak(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from safetensors.numpy import save_file
 
-from jaxserve.checkpoint.layout import gguf_sources, hf_sources, join_parts, stored_shapes
+from jaxserve.checkpoint.layout import StoredPart, gguf_sources, hf_sources, stored_shapes
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.text.vocabulary import TokenType
 from tests.checkpoint.gguf_writer import quantize
@@ -159,6 +159,23 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def join_parts(parts: Sequence[StoredPart], read: Callable[[str], np.ndarray]) -> np.ndarray:
+    """Returns a parameter's parts as one stored array; a view where it is one tensor as it is.
+
+    Args:
+      read: a whole stored tensor by its name.
+    """
+    arrays = []
+    for part in parts:
+        array = read(part.name)
+        if part.rows is not None:
+            array = array[part.rows[0] : part.rows[1]]
+        if part.add:
+            array = array.astype(np.float32) + np.float32(part.add)
+        arrays.append(array)
+    return arrays[0] if len(arrays) == 1 else np.stack(arrays)
 
 
 def add_tensor(

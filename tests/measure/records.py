@@ -1,9 +1,11 @@
 """Records of requests as a test needs them."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jaxserve.measure.goodput import Tally, Totals
+from jaxserve.measure.limits import Limits
 from jaxserve.measure.records import Arrival, RequestRecord
 
 _NUMBERS = itertools.count()
@@ -34,3 +36,11 @@ def build_record(
         "prompt_tokens": 10,
     }
     return RequestRecord(**{**chosen, **facts})
+
+
+def sum_up(records: Iterable[RequestRecord], limits: Limits) -> Totals:
+    """Returns what a replay's records come to."""
+    tally = Tally(limits)
+    for record in records:
+        tally.add(record)
+    return tally.close()

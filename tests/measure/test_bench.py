@@ -11,7 +11,7 @@ from jaxserve.errors import ResultError, WorkloadError
 from jaxserve.measure.bench import Bench, Progress
 from jaxserve.measure.bench_options import BenchOptions, Served
 from jaxserve.measure.cautions import find_warnings
-from jaxserve.measure.goodput import Totals, sum_up
+from jaxserve.measure.goodput import Totals
 from jaxserve.measure.limits import Limits, read_limits
 from jaxserve.measure.load import AskMaker, Load, load_file, load_memory
 from jaxserve.measure.records import ServerPhases
@@ -21,7 +21,7 @@ from jaxserve.measure.targets.base import TargetFacts
 from jaxserve.measure.workload import Header, Prompt, Recipe, WorkloadEntry, save_workload
 from jaxserve.measure.workload.entry import Workload, build_workload
 from tests.measure import sample
-from tests.measure.records import build_record
+from tests.measure.records import build_record, sum_up
 from tests.measure.simulated import SimulatedTarget
 from tests.measure.virtual import run_virtual
 

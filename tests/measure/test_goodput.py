@@ -6,10 +6,10 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.measure import goodput, latency
-from jaxserve.measure.goodput import Totals, is_compliant, sum_up
+from jaxserve.measure.goodput import Totals, is_compliant
 from jaxserve.measure.limits import Limits, parse_limit, read_limits
 from jaxserve.measure.records import RequestRecord, ServerPhases
-from tests.measure.records import build_record
+from tests.measure.records import build_record, sum_up
 
 NO_LIMITS = Limits()
 

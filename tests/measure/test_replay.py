@@ -9,11 +9,11 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.measure import latency
-from jaxserve.measure.goodput import sum_up
 from jaxserve.measure.limits import Limits, read_limits
 from jaxserve.measure.records import RequestRecord, ServerPhases
 from jaxserve.measure.replay import Replay, count_tokens
 from jaxserve.measure.targets.base import Ask, Levels, Message, TargetError
+from tests.measure.records import sum_up
 from tests.measure.virtual import (
     HANG,
     ScriptedTarget,

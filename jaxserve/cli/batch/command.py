@@ -99,15 +99,15 @@ def run(options: argparse.Namespace) -> int:
         if batch.output is not None and batch.output.is_complete:
             _say(options, batch, "was complete already")
             return _code(batch.counts)
+        outcome = "failed"
         try:
             _answer(options, config, batch)
+            outcome = "done"
         except KeyboardInterrupt:
-            _say(options, batch, "stopped")
+            outcome = "stopped"
             return exit_codes.INTERRUPTED
-        except Exception:
-            _say(options, batch, "failed")
-            raise
-        _say(options, batch, "done")
+        finally:
+            _say(options, batch, outcome)
         return _code(batch.counts)
 
 

@@ -2,11 +2,16 @@
 
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from jaxserve.errors import JaxserveError
 from jaxserve.measure.records import ServerPhases
 from jaxserve.measure.server_metrics import Snapshot
+from jaxserve.request import FinishReason
+
+if TYPE_CHECKING:  # a target brings only its own transport
+    from jaxserve.client import Finish
+    from jaxserve.engine import Finished
 
 # By names of `SamplingParams`; what is left out is the target's own default.
 Sampling = Mapping[str, bool | int | float]
@@ -133,3 +138,28 @@ class Target(Protocol):
 
     async def close(self) -> None:
         """Gives connections back."""
+
+
+def read_end(finish: "Finish | Finished", *, by: Literal["server", "engine"]) -> End:
+    """Returns the end that the server or the engine told.
+
+    Raises:
+      TargetError: it was cancelled; nobody here asks for that.
+    """
+    if finish.reason is FinishReason.CANCELLED:
+        raise TargetError(f"the {by} cancelled it", outcome="failed")
+    usage, timings = finish.usage, finish.timings
+    return End(
+        finish_reason=finish.reason.value,
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        cached_prompt_tokens=usage.cached_prompt_tokens,
+        phases=ServerPhases(
+            queue_s=timings.queue_s,
+            prefill_s=timings.prefill_s,
+            decode_s=timings.decode_s,
+            delivery_s=timings.delivery_s,
+            compile_s=timings.compile_s,
+        ),
+        is_late=finish.reason is FinishReason.DEADLINE,
+    )

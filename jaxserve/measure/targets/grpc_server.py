@@ -7,11 +7,17 @@ from typing import Final, Literal
 import grpc
 
 from jaxserve.client import AsyncClient, Delta, Finish, ServerError
-from jaxserve.measure.records import ServerPhases
 from jaxserve.measure.server_metrics import Snapshot
-from jaxserve.measure.targets.base import Ask, End, Levels, Message, TargetError, TargetFacts
+from jaxserve.measure.targets.base import (
+    Ask,
+    End,
+    Levels,
+    Message,
+    TargetError,
+    TargetFacts,
+    read_end,
+)
 from jaxserve.measure.targets.scrape import Scraper, levels_of
-from jaxserve.request import FinishReason
 
 # Codes with which a server turns a request away before it does anything for it.
 REFUSALS: Final = frozenset(
@@ -84,7 +90,7 @@ class GrpcTarget:
                                 num_tokens=len(event.token_ids), has_text=bool(event.text)
                             )
                         case Finish():
-                            yield _read_end(event)
+                            yield read_end(event, by="server")
         except ServerError as error:
             outcome = _outcome(error, has_begun=has_begun)
             raise TargetError(str(error), outcome=outcome) from error
@@ -109,23 +115,3 @@ def _outcome(error: ServerError, *, has_begun: bool) -> Literal["refused", "fail
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "timed_out"
     return "refused" if error.code in REFUSALS and not has_begun else "failed"
-
-
-def _read_end(finish: Finish) -> End:
-    if finish.reason is FinishReason.CANCELLED:  # nobody here asked for that
-        raise TargetError("the server cancelled it", outcome="failed")
-    usage, timings = finish.usage, finish.timings
-    return End(
-        finish_reason=finish.reason.value,
-        prompt_tokens=usage.prompt_tokens,
-        output_tokens=usage.completion_tokens,
-        cached_prompt_tokens=usage.cached_prompt_tokens,
-        phases=ServerPhases(
-            queue_s=timings.queue_s,
-            prefill_s=timings.prefill_s,
-            decode_s=timings.decode_s,
-            delivery_s=timings.delivery_s,
-            compile_s=timings.compile_s,
-        ),
-        is_late=finish.reason is FinishReason.DEADLINE,
-    )

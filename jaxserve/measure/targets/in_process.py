@@ -8,10 +8,17 @@ from collections.abc import AsyncGenerator
 from jaxserve.engine import Delta, Engine, Event, Finished, Stream
 from jaxserve.engine.limits import merge_sampling
 from jaxserve.errors import DeadlineError, JaxserveError
-from jaxserve.measure.records import ServerPhases
 from jaxserve.measure.server_metrics import Snapshot
-from jaxserve.measure.targets.base import Ask, End, Levels, Message, TargetError, TargetFacts
-from jaxserve.request import FinishReason, GenerationRequest
+from jaxserve.measure.targets.base import (
+    Ask,
+    End,
+    Levels,
+    Message,
+    TargetError,
+    TargetFacts,
+    read_end,
+)
+from jaxserve.request import GenerationRequest
 
 
 class InProcessTarget:
@@ -53,7 +60,7 @@ class InProcessTarget:
                                     num_tokens=len(event.token_ids), has_text=bool(event.text)
                                 )
                             case Finished():
-                                yield _read_end(event)
+                                yield read_end(event, by="engine")
             except DeadlineError as error:
                 raise TargetError(str(error), outcome="timed_out") from error
             except JaxserveError as error:
@@ -86,23 +93,3 @@ def _aiter(stream: Stream) -> AsyncGenerator[Event]:
     events = stream.__aiter__()
     assert isinstance(events, AsyncGenerator)
     return events
-
-
-def _read_end(finished: Finished) -> End:
-    if finished.reason is FinishReason.CANCELLED:  # nobody here asked for that
-        raise TargetError("the engine cancelled it", outcome="failed")
-    usage, timings = finished.usage, finished.timings
-    return End(
-        finish_reason=finished.reason.value,
-        prompt_tokens=usage.prompt_tokens,
-        output_tokens=usage.completion_tokens,
-        cached_prompt_tokens=usage.cached_prompt_tokens,
-        phases=ServerPhases(
-            queue_s=timings.queue_s,
-            prefill_s=timings.prefill_s,
-            decode_s=timings.decode_s,
-            delivery_s=timings.delivery_s,
-            compile_s=timings.compile_s,
-        ),
-        is_late=finished.reason is FinishReason.DEADLINE,
-    )
