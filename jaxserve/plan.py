@@ -5,7 +5,10 @@ Both are values: ids, counts and page moves, never a live `Request`.
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from typing import Final, Literal, Protocol
+
+import numpy as np
 
 from jaxserve.request import SamplingParams
 
@@ -32,6 +35,32 @@ class StepLimits:
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Fork:
+    """Another choice of a chunk's request, which samples its first token from the same state.
+
+    Its row is filled by a `RowLoad` of the same plan.
+    """
+
+    sequence_id: int
+    row: int
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class PromptScoring:
+    """Prompt tokens whose log-probabilities a chunk yields.
+
+    Attributes:
+      first: position of the first token that predicts one; in the chunk.
+      targets: the prompt's tokens from `first` + 1 on, one for each position scored.
+      num_top: alternatives wanted with each.
+    """
+
+    first: int
+    targets: tuple[int, ...]
+    num_top: int
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class Chunk:
     """One sequence's tokens in one step: positions [start, start + num_tokens).
 
@@ -45,6 +74,10 @@ class Chunk:
         `RowLoad` of the same plan carries the whole table.
       num_pages_before: entries of the page table before `new_pages`.
       prompt_len: length of the sequence's prompt, without outputs; also after a preemption.
+      forks: the request's other choices, where this chunk ends its prompt; they sample too.
+      is_masked: what is sampled, by the forks too, needs a mask of allowed tokens.
+      num_top: alternatives to report with each sampled token; None reports no log-probability.
+      scoring: the prompt's log-probabilities to report; None for none.
     """
 
     sequence_id: int
@@ -57,6 +90,10 @@ class Chunk:
     prompt_len: int
     new_pages: tuple[int, ...] = ()
     num_pages_before: int = 0
+    forks: tuple[Fork, ...] = ()
+    is_masked: bool = False
+    num_top: int | None = None
+    scoring: PromptScoring | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -117,6 +154,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
+    @property
+    def needs_masks(self) -> bool:
+        """Whether the output waits for `InFlight.launch_output`."""
+        return any(chunk.is_masked and chunk.samples for chunk in self.chunks)
+
 
 @dataclasses.dataclass(slots=True, frozen=True, order=True, kw_only=True)
 class Bucket:
@@ -143,6 +185,28 @@ class Bucket:
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class TokenLogprobs:
+    """One token's log-probability by the model's own logits, before anything else touches them.
+
+    Attributes:
+      logprob: natural logarithm; finite.
+      rank: its place among all tokens by probability; 1 is the most likely.
+      top_ids, top_logprobs: the most likely tokens, most likely first; as many as were wanted.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+# Bits of the tokens that may be sampled: uint32 words, token v is bit v % 32 of word v // 32;
+# ceil(padded vocabulary / 32) words.
+TokenMask = np.ndarray
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class StepResult:
     """What came back from the device for one plan.
 
@@ -152,12 +216,18 @@ class StepResult:
         token is meaningless.
       bucket: the forward program that ran.
       compile_s: seconds of the step spent compiling after warm-up, which is a fault.
+      logprobs: by sequence id, of the sampled tokens that asked for them.
+      prompt_logprobs: by sequence id, of the positions its chunk's `scoring` named, in order.
     """
 
     token_ids: dict[int, int]
     not_finite: frozenset[int]
     bucket: Bucket
     compile_s: float = 0.0
+    logprobs: Mapping[int, TokenLogprobs] = dataclasses.field(default_factory=dict)
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 # What the engine thread does with its time; docs/metrics.md defines each.
@@ -192,6 +262,16 @@ class InFlight(Protocol):
         """Whether the device is done with it; does not wait, and may be asked after `result`."""
         ...
 
+    def launch_output(self, masks: Mapping[int, TokenMask]) -> None:
+        """Dispatch the output of a step whose plan `needs_masks`, once, before `result`.
+
+        No later step may be launched before it. The arrays are not kept.
+
+        Args:
+          masks: by sequence id; a masked sequence that is not in it may sample anything.
+        """
+        ...
+
     def result(self) -> StepResult:
         """Wait for the device, once; the arrays behind it are given up."""
         ...
@@ -212,7 +292,8 @@ class Runner(Protocol):
         ...
 
     def launch(self, plan: StepPlan, laps: Laps = NO_LAPS) -> InFlight:
-        """Dispatch a step and return without waiting for it.
+        """Dispatch a step and return without waiting for it; all but the output, where the plan
+        `needs_masks`.
 
         Args:
           laps: told of build and dispatch, and by `result` of wait and readback.

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Mapping
+from typing import Literal
 
 
 class FinishReason(enum.Enum):
@@ -30,13 +31,19 @@ class SamplingParams:
       repetition_penalty: > 0, ids of prompt and output: positive logits divided, others multiplied.
       seed: uint64; None draws one from the operating system.
       logit_bias: id to a finite number added to its logit.
-      max_tokens: ≥ 1; None is the rest of the context.
+      max_tokens: ≥ 1, or 0 where only the prompt is scored; None is the rest of the context.
       min_tokens: EOS, stop ids and stop strings are held off until this many tokens.
       stop_strings: earliest match in the output text ends it.
       stop_token_ids: end the output like EOS.
       ignore_eos: EOS is an ordinary token.
       include_stop_text: leave the matched stop in the text.
       skip_special_tokens: leave special tokens out of the text.
+      num_choices: outputs to write, each with noise of its own; ≥ 1.
+      logprobs: alternatives to report with each output token; 0 is the token's own alone, None is
+        nothing.
+      prompt_logprobs: likewise for the prompt's tokens; with it `max_tokens` may be 0.
+      bad_words: texts that are never written as the tokens they consist of.
+      allowed_token_ids: nothing but these, and what ends the output, is drawn; None is off.
     """
 
     temperature: float = 1.0
@@ -55,6 +62,11 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_text: bool = False
     skip_special_tokens: bool = True
+    num_choices: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -66,12 +78,37 @@ class SamplingParams:
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class StructuredOutput:
+    """A form that the output must have.
+
+    Attributes:
+      kind: what `text` is; json_object and choice have none.
+      text: a JSON Schema, a regular expression for the whole output, or a grammar in Lark's
+        notation.
+      choices: of choice: the output is one of these.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
+    text: str = ""
+    choices: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class ChatMessage:
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    Attributes:
+      tool_calls: of an earlier assistant turn, in OpenAI's shape; JSON values only.
+      tool_call_id: which call this turn answers; empty for none.
+      reasoning: what the assistant thought, for templates that use it.
+    """
 
     role: str
     content: str
     name: str = ""
+    tool_calls: tuple[Mapping[str, object], ...] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -80,11 +117,13 @@ class ChatPrompt:
 
     Attributes:
       template_kwargs: extra template variables; JSON values only.
+      tools: that the model may call, in OpenAI's shape; JSON values only.
     """
 
     messages: tuple[ChatMessage, ...]
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    tools: tuple[Mapping[str, object], ...] = ()
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -97,10 +136,15 @@ class GenerationRequest:
       priority: higher runs first.
       deadline_s: absolute, on the engine's monotonic clock; None is no deadline.
       queue_timeout_s: longest wait for admission; None takes the server's limit.
+      structured_output: the form of the output; None is free.
+      tenant: whose it is, as the server knows it from the credentials; "" where there are none.
+        Ids of requests are the tenant's own.
     """
 
     prompt: str | tuple[int, ...] | ChatPrompt
     sampling: SamplingParams = SamplingParams()
+    structured_output: StructuredOutput | None = None
+    tenant: str = ""
     id: str = ""
     priority: int = 0
     deadline_s: float | None = None
@@ -165,11 +209,13 @@ class Request:
 
     Attributes:
       prompt: token ids, at least one.
-      max_tokens: ≥ 1.
       ends_by_context: max_tokens was cut by the context, so the reason is CONTEXT_LENGTH.
       stop_ids: id to the reason it ends with (EOS or STOP).
       deadline_s: monotonic seconds; None is none.
       queue_deadline_s: latest admission, monotonic seconds; None is none.
+      max_tokens: 0 where only the prompt is scored.
+      is_masked: its tokens are drawn under a mask (a grammar, bad words, allowed ids).
+      tenant: as in `GenerationRequest`.
     """
 
     id: str
@@ -183,4 +229,6 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None
     queue_deadline_s: float | None = None
+    is_masked: bool = False
+    tenant: str = ""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)

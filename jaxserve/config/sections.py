@@ -175,6 +175,21 @@ class LimitsSection(Section):
     max_stop_string_bytes: int = pydantic.Field(1024, ge=1, description="UTF-8 bytes of one.")
     max_stop_token_ids: int = pydantic.Field(64, ge=0, description="Stop ids of a request.")
     max_logit_bias: int = pydantic.Field(300, ge=0, description="Biased ids of a request.")
+    max_choices: int = pydantic.Field(8, ge=1, le=1024, description="Choices of a request (n).")
+    max_logprobs: int = pydantic.Field(
+        20, ge=0, le=64, description="Alternatives reported with a token's log-probability."
+    )
+    max_bad_words: int = pydantic.Field(64, ge=0, description="Bad words of a request.")
+    max_allowed_token_ids: int = pydantic.Field(
+        1 << 16, ge=1, description="Allowed token ids of a request."
+    )
+    max_grammar_bytes: int = pydantic.Field(
+        64 << 10,
+        ge=1,
+        description="UTF-8 bytes of a schema, regular expression, choice or grammar.",
+    )
+    max_tools: int = pydantic.Field(128, ge=0, description="Tools of a conversation.")
+    max_score_items: int = pydantic.Field(256, ge=1, description="Items of a Score call.")
     max_request_id_bytes: int = pydantic.Field(
         256, ge=1, description="UTF-8 bytes of a request id."
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxserve.plan import TokenLogprobs
 from jaxserve.request import FinishReason
 
 
@@ -59,10 +60,16 @@ class ExecutionInfo:
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class Started:
-    """The request left the queue. Comes first in every stream that does not end with an error."""
+    """The request left the queue. Comes first in every stream that does not end with an error; with
+    the first token where the prompt's log-probabilities are asked for.
+
+    Attributes:
+      prompt_logprobs: of the prompt's tokens from the second on; empty unless asked for.
+    """
 
     request_id: str
     prompt_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -70,18 +77,30 @@ class Delta:
     """New output. Text and ids need not match one to one: text waits for whole characters.
 
     Attributes:
+      index: which choice.
+      logprobs: one for each of `token_ids`; empty unless asked for.
       ready_s: when each token was on the host, on the engine's clock; not compared.
     """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
     ready_s: tuple[float, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class ChoiceFinished:
+    """The end of one of several choices, while others go on; as in `Finished`."""
+
+    index: int
+    reason: FinishReason
+    matched_stop: str | int | None
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class Finished:
-    """The end, without an error.
+    """The end of the last choice, and so of the request, without an error.
 
     Attributes:
       matched_stop: with STOP, the stop string or the stop token id that ended it.
@@ -97,4 +116,4 @@ class Finished:
     end_s: float = dataclasses.field(default=0.0, compare=False, repr=False)
 
 
-Event = Started | Delta | Finished
+Event = Started | Delta | ChoiceFinished | Finished

@@ -55,6 +55,16 @@ class GenerationServiceStub(object):
                 request_serializer=jaxserve_dot_gen_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=jaxserve_dot_gen_dot_generation__pb2.StreamGenerateResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/jaxserve.v1.GenerationService/Score',
+                request_serializer=jaxserve_dot_gen_dot_generation__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_gen_dot_generation__pb2.ScoreResponse.FromString,
+                _registered_method=True)
+        self.CancelGeneration = channel.unary_unary(
+                '/jaxserve.v1.GenerationService/CancelGeneration',
+                request_serializer=jaxserve_dot_gen_dot_generation__pb2.CancelGenerationRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_gen_dot_generation__pb2.CancelGenerationResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/jaxserve.v1.GenerationService/Tokenize',
                 request_serializer=jaxserve_dot_gen_dot_generation__pb2.TokenizeRequest.SerializeToString,
@@ -99,6 +109,21 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Score(self, request, context):
+        """How likely given continuations are: for evaluation and ranking. Nothing is generated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelGeneration(self, request, context):
+        """Ends a running request of the caller's own tenant; its output so far stands, and its call ends
+        with FINISH_REASON_CANCELLED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Text or a conversation as the token ids that generation would see.
         """
@@ -125,6 +150,16 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.StreamGenerate,
                     request_deserializer=jaxserve_dot_gen_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=jaxserve_dot_gen_dot_generation__pb2.StreamGenerateResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=jaxserve_dot_gen_dot_generation__pb2.ScoreRequest.FromString,
+                    response_serializer=jaxserve_dot_gen_dot_generation__pb2.ScoreResponse.SerializeToString,
+            ),
+            'CancelGeneration': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelGeneration,
+                    request_deserializer=jaxserve_dot_gen_dot_generation__pb2.CancelGenerationRequest.FromString,
+                    response_serializer=jaxserve_dot_gen_dot_generation__pb2.CancelGenerationResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -202,6 +237,60 @@ class GenerationService(object):
             '/jaxserve.v1.GenerationService/StreamGenerate',
             jaxserve_dot_gen_dot_generation__pb2.GenerateRequest.SerializeToString,
             jaxserve_dot_gen_dot_generation__pb2.StreamGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.GenerationService/Score',
+            jaxserve_dot_gen_dot_generation__pb2.ScoreRequest.SerializeToString,
+            jaxserve_dot_gen_dot_generation__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelGeneration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.GenerationService/CancelGeneration',
+            jaxserve_dot_gen_dot_generation__pb2.CancelGenerationRequest.SerializeToString,
+            jaxserve_dot_gen_dot_generation__pb2.CancelGenerationResponse.FromString,
             options,
             channel_credentials,
             insecure,

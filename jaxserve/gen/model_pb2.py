@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18jaxserve/gen/model.proto\x12\x0bjaxserve.v1\"\x8f\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rarchitectures\x18\x03 \x03(\t\x12\x18\n\x10max_model_tokens\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0cweight_dtype\x18\x08 \x01(\t\x12\x14\n\x0cquantization\x18\t \x01(\t\x12\x1d\n\x15\x64\x65\x66\x61ult_sampling_json\x18\n \x01(\t\x12\x19\n\x11has_chat_template\x18\x0b \x01(\x08\x42\x0f\n\r_bos_token_idJ\x04\x08\x02\x10\x03R\x04path\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.jaxserve.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.jaxserve.v1.Model2\xa6\x01\n\x0cModelService\x12M\n\nListModels\x12\x1e.jaxserve.v1.ListModelsRequest\x1a\x1f.jaxserve.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.jaxserve.v1.GetModelRequest\x1a\x1d.jaxserve.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18jaxserve/gen/model.proto\x12\x0bjaxserve.v1\"\xbe\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rarchitectures\x18\x03 \x03(\t\x12\x18\n\x10max_model_tokens\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0cweight_dtype\x18\x08 \x01(\t\x12\x14\n\x0cquantization\x18\t \x01(\t\x12\x1d\n\x15\x64\x65\x66\x61ult_sampling_json\x18\n \x01(\t\x12\x19\n\x11has_chat_template\x18\x0b \x01(\x08\x12\x13\n\x0btool_parser\x18\x0c \x01(\t\x12\x18\n\x10reasoning_parser\x18\r \x01(\tB\x0f\n\r_bos_token_idJ\x04\x08\x02\x10\x03R\x04path\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.jaxserve.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"5\n\x10GetModelResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.jaxserve.v1.Model2\xa6\x01\n\x0cModelService\x12M\n\nListModels\x12\x1e.jaxserve.v1.ListModelsRequest\x1a\x1f.jaxserve.v1.ListModelsResponse\x12G\n\x08GetModel\x12\x1c.jaxserve.v1.GetModelRequest\x1a\x1d.jaxserve.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,15 +32,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jaxserve.gen.model_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MODEL']._serialized_start=42
-  _globals['_MODEL']._serialized_end=313
-  _globals['_LISTMODELSREQUEST']._serialized_start=315
-  _globals['_LISTMODELSREQUEST']._serialized_end=334
-  _globals['_LISTMODELSRESPONSE']._serialized_start=336
-  _globals['_LISTMODELSRESPONSE']._serialized_end=392
-  _globals['_GETMODELREQUEST']._serialized_start=394
-  _globals['_GETMODELREQUEST']._serialized_end=425
-  _globals['_GETMODELRESPONSE']._serialized_start=427
-  _globals['_GETMODELRESPONSE']._serialized_end=480
-  _globals['_MODELSERVICE']._serialized_start=483
-  _globals['_MODELSERVICE']._serialized_end=649
+  _globals['_MODEL']._serialized_end=360
+  _globals['_LISTMODELSREQUEST']._serialized_start=362
+  _globals['_LISTMODELSREQUEST']._serialized_end=381
+  _globals['_LISTMODELSRESPONSE']._serialized_start=383
+  _globals['_LISTMODELSRESPONSE']._serialized_end=439
+  _globals['_GETMODELREQUEST']._serialized_start=441
+  _globals['_GETMODELREQUEST']._serialized_end=472
+  _globals['_GETMODELRESPONSE']._serialized_start=474
+  _globals['_GETMODELRESPONSE']._serialized_end=527
+  _globals['_MODELSERVICE']._serialized_start=530
+  _globals['_MODELSERVICE']._serialized_end=696
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Model(_message.Message):
-    __slots__ = ("name", "architectures", "max_model_tokens", "vocab_size", "eos_token_ids", "bos_token_id", "weight_dtype", "quantization", "default_sampling_json", "has_chat_template")
+    __slots__ = ("name", "architectures", "max_model_tokens", "vocab_size", "eos_token_ids", "bos_token_id", "weight_dtype", "quantization", "default_sampling_json", "has_chat_template", "tool_parser", "reasoning_parser")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURES_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,8 @@ class Model(_message.Message):
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_JSON_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    TOOL_PARSER_FIELD_NUMBER: _ClassVar[int]
+    REASONING_PARSER_FIELD_NUMBER: _ClassVar[int]
     name: str
     architectures: _containers.RepeatedScalarFieldContainer[str]
     max_model_tokens: int
@@ -28,7 +30,9 @@ class Model(_message.Message):
     quantization: str
     default_sampling_json: str
     has_chat_template: bool
-    def __init__(self, name: _Optional[str] = ..., architectures: _Optional[_Iterable[str]] = ..., max_model_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., weight_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., default_sampling_json: _Optional[str] = ..., has_chat_template: bool = ...) -> None: ...
+    tool_parser: str
+    reasoning_parser: str
+    def __init__(self, name: _Optional[str] = ..., architectures: _Optional[_Iterable[str]] = ..., max_model_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., weight_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., default_sampling_json: _Optional[str] = ..., has_chat_template: bool = ..., tool_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()
