@@ -179,7 +179,12 @@ def build_live_request(
 ) -> LiveRequest:
     """Returns the request with its stream; with stop strings its text is made on this side."""
     sampling = request.sampling
-    decoder = Detokenizer(tokenizer, sampling.skip_special_tokens, prompt=request.prompt)
+    decoder = Detokenizer(
+        tokenizer,
+        sampling.skip_special_tokens,
+        kept_special_ids=sampling.kept_special_ids,
+        prompt=request.prompt,
+    )
     stops = None
     if sampling.stop_strings:
         stops = StopText(
@@ -190,6 +195,7 @@ def build_live_request(
     stream = Stream(
         request_id=request.id,
         prompt_tokens=len(request.prompt),
+        prompt=request.prompt,
         max_bytes=max_bytes,
         decoder=None if stops else decoder,
         waker=waker,

@@ -59,6 +59,7 @@ class Stream:
     Attributes:
       request_id: as asked, or as made by the engine.
       prompt_tokens: length of the prompt.
+      prompt: its token ids.
       reader: the time that passes on the reader's side.
     """
 
@@ -67,6 +68,7 @@ class Stream:
         *,
         request_id: str,
         prompt_tokens: int,
+        prompt: tuple[int, ...] = (),
         max_bytes: int,
         decoder: Decoder | None,
         waker: Waker,
@@ -82,6 +84,7 @@ class Stream:
         """
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
+        self.prompt = prompt
         self._max_bytes = max_bytes
         self._decoder = decoder
         self._waker = waker

@@ -24,15 +24,18 @@ class Detokenizer:
         tokenizer: Tokenizer,
         skip_special_tokens: bool = True,
         *,
+        kept_special_ids: frozenset[int] = frozenset(),
         prompt: Sequence[int] | None = None,
     ) -> None:
         """Args:
+        kept_special_ids: are text even where special tokens are skipped.
         prompt: the ids that the output continues; None if they are some text.
         """
         self._tokenizer = tokenizer
         opens_text = prompt is not None and not tokenizer.has_text(prompt)
         self._opens_with = b" " if opens_text and tokenizer.strips_first_space else b""
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = skipped - kept_special_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._separator = b""
 
