@@ -15,6 +15,9 @@ JaxserveError
 │   ├── UnsupportedError         a field or option this version refuses by name
 │   ├── ModelNotFoundError       no such served model
 │   ├── DuplicateRequestError    a request with this id is in flight
+│   ├── UnauthenticatedError     no valid key came with the call
+│   ├── PermissionDeniedError    the tenant may not ask for this
+│   ├── QuotaError               the tenant has used up what it may
 │   ├── NoChatTemplateError      chat was asked of a model without a template
 │   ├── QueueFullError           the waiting queue is at its limit
 │   ├── SlowReaderError          the client reads slower than the stream's buffer allows
@@ -112,6 +115,46 @@ class DuplicateRequestError(RequestError):
     """A request with this id is in flight."""
 
     reason = "DUPLICATE_REQUEST_ID"
+
+
+class UnauthenticatedError(RequestError):
+    """No valid key came with the call. It says the same whether it is missing, wrong or expired."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(RequestError):
+    """The tenant may not ask for this, now or later."""
+
+    reason = "PERMISSION_DENIED"
+
+
+class QuotaError(RequestError):
+    """The tenant has used up what it may.
+
+    Attributes:
+      quota: which one, as the configuration spells it.
+      limit: of that quota.
+      used: what it has used of it.
+      retry_after_s: seconds after which a retry has a chance.
+    """
+
+    reason = "QUOTA_EXCEEDED"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        quota: str = "",
+        limit: float = 0.0,
+        used: float = 0.0,
+        retry_after_s: float = 1.0,
+    ) -> None:
+        super().__init__(message)
+        self.quota = quota
+        self.limit = limit
+        self.used = used
+        self.retry_after_s = retry_after_s
 
 
 class NoChatTemplateError(RequestError):

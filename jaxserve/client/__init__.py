@@ -17,9 +17,11 @@ from jaxserve.client.errors import (
     NotFoundError,
     NotSupportedError,
     OverloadedError,
+    PermissionDeniedError,
     PreconditionError,
     ServerError,
     ServerFaultError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from jaxserve.client.requests import GenerateOptions
@@ -59,12 +61,14 @@ __all__ = [
     "NotFoundError",
     "NotSupportedError",
     "OverloadedError",
+    "PermissionDeniedError",
     "PreconditionError",
     "ServerError",
     "ServerFaultError",
     "Start",
     "Timings",
     "Tokens",
+    "UnauthenticatedError",
     "UnavailableError",
     "Usage",
 ]

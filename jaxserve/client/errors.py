@@ -5,8 +5,10 @@ ServerError                 any of them
 ├── NotSupportedError       a field that this server refuses by name (UNIMPLEMENTED)
 ├── NotFoundError           no such model (NOT_FOUND)
 ├── ConflictError           the request id is in flight (ALREADY_EXISTS)
+├── UnauthenticatedError    no valid key came with the call (UNAUTHENTICATED)
+├── PermissionDeniedError   the key's tenant may not ask for this (PERMISSION_DENIED)
 ├── PreconditionError       chat with a model that has no template (FAILED_PRECONDITION)
-├── OverloadedError         queue or buffer full, or a message too large (RESOURCE_EXHAUSTED)
+├── OverloadedError         queue, buffer or quota full, or a message too large (RESOURCE_EXHAUSTED)
 ├── UnavailableError        starting, going away or not there: send it again (UNAVAILABLE)
 ├── CallDeadlineError       it took longer than was allowed (DEADLINE_EXCEEDED)
 ├── CallCancelledError      the call was given up (CANCELLED)
@@ -72,12 +74,20 @@ class ConflictError(ServerError):
     """The request id is in flight."""
 
 
+class UnauthenticatedError(ServerError):
+    """No valid key came with the call: pass `api_key`."""
+
+
+class PermissionDeniedError(ServerError):
+    """The key's tenant may not ask for this, now or later."""
+
+
 class PreconditionError(ServerError):
     """The model lacks what the request needs: a chat template."""
 
 
 class OverloadedError(ServerError):
-    """The server's queue or this call's buffer is full, or a message is too large."""
+    """The server's queue, this call's buffer or a quota is full, or a message is too large."""
 
 
 class UnavailableError(ServerError):
@@ -101,6 +111,8 @@ CLASSES: Final[Mapping[grpc.StatusCode, type[ServerError]]] = {
     grpc.StatusCode.UNIMPLEMENTED: NotSupportedError,
     grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.ALREADY_EXISTS: ConflictError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.FAILED_PRECONDITION: PreconditionError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,

@@ -1,4 +1,4 @@
-"""An error as a gRPC status with its details: ErrorInfo, BadRequest, RetryInfo."""
+"""An error as a gRPC status with its details: ErrorInfo, BadRequest, RetryInfo, QuotaFailure."""
 
 from typing import Final
 
@@ -7,7 +7,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from jaxserve.errors import QueueFullError
+from jaxserve.errors import QueueFullError, QuotaError
 from jaxserve.server.status import find_reason, find_row, public_field, public_message
 
 DOMAIN: Final = "jaxserve"
@@ -26,6 +26,8 @@ def build_status(error: Exception, *, request_id: str) -> grpc.Status:
         message = f"{message[:MAX_MESSAGE_LEN]}…"
     field = public_field(error)
     facts = {"request_id": request_id, "field": field}
+    if isinstance(error, QuotaError):
+        facts |= {"quota": error.quota, "limit": f"{error.limit:.0f}", "used": f"{error.used:.0f}"}
     details = [
         _pack(
             error_details_pb2.ErrorInfo(
@@ -38,7 +40,12 @@ def build_status(error: Exception, *, request_id: str) -> grpc.Status:
     if field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
         details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
-    if isinstance(error, QueueFullError):
+    if isinstance(error, QuotaError):
+        exceeded = error_details_pb2.QuotaFailure.Violation(
+            subject=f"quota:{error.quota}", description=message
+        )
+        details.append(_pack(error_details_pb2.QuotaFailure(violations=[exceeded])))
+    if isinstance(error, QueueFullError | QuotaError):
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
@@ -51,7 +58,8 @@ def build_status(error: Exception, *, request_id: str) -> grpc.Status:
 def _pack(
     detail: error_details_pb2.ErrorInfo
     | error_details_pb2.BadRequest
-    | error_details_pb2.RetryInfo,
+    | error_details_pb2.RetryInfo
+    | error_details_pb2.QuotaFailure,
 ) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(detail)

@@ -62,6 +62,9 @@ def test_reasons_are_api() -> None:
         "UnsupportedError": "UNSUPPORTED",
         "ModelNotFoundError": "MODEL_NOT_FOUND",
         "DuplicateRequestError": "DUPLICATE_REQUEST_ID",
+        "UnauthenticatedError": "UNAUTHENTICATED",
+        "PermissionDeniedError": "PERMISSION_DENIED",
+        "QuotaError": "QUOTA_EXCEEDED",
         "NoChatTemplateError": "NO_CHAT_TEMPLATE",
         "QueueFullError": "QUEUE_FULL",
         "SlowReaderError": "SLOW_READER",
@@ -91,6 +94,27 @@ def test_a_full_queue_carries_the_time_to_wait() -> None:
     retry = error_details_pb2.RetryInfo()
     assert rich.details[1].Unpack(retry)
     assert retry.retry_delay.ToNanoseconds() == 1_500_000_000
+
+
+def test_a_quota_says_which_how_much_and_when() -> None:
+    error = errors.QuotaError(
+        "used up", quota="tokens_per_minute", limit=1_000_000, used=1_000_000.4, retry_after_s=2.5
+    )
+    status = build_status(error, request_id="r1")
+    assert status.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    rich, facts = unpack(status)
+    assert dict(facts.metadata) == {
+        "request_id": "r1",
+        "quota": "tokens_per_minute",
+        "limit": "1000000",
+        "used": "1000000",
+    }
+    failure, retry = error_details_pb2.QuotaFailure(), error_details_pb2.RetryInfo()
+    assert rich.details[1].Unpack(failure)
+    (violation,) = failure.violations
+    assert (violation.subject, violation.description) == ("quota:tokens_per_minute", "used up")
+    assert rich.details[2].Unpack(retry)
+    assert retry.retry_delay.ToNanoseconds() == 2_500_000_000
 
 
 @pytest.mark.parametrize(
@@ -138,8 +162,8 @@ def test_the_client_reads_back_what_the_server_meant(kind: type[errors.JaxserveE
     assert read.reason == (row.reason or getattr(error, "reason", None))
     is_told = isinstance(error, errors.RequestError) and row.message is None
     assert read.field == ("sampling.seed" if is_told else "")
-    is_queue = isinstance(error, errors.QueueFullError)
-    assert read.retry_after_s == (1.0 if is_queue else None)
+    is_for_a_while = isinstance(error, errors.QueueFullError | errors.QuotaError)
+    assert read.retry_after_s == (1.0 if is_for_a_while else None)
 
 
 def test_an_answer_that_is_not_this_servers_is_still_an_error_of_ours() -> None:
