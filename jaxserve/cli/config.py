@@ -128,8 +128,15 @@ def _sections(config: Config) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _toml_value(value: object) -> str:
+    if isinstance(value, dict):
+        items = [f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items() if v is not None]
+        return f"{{ {', '.join(items)} }}" if items else "{}"
     # JSON's texts, numbers, lists and booleans are TOML's too, but for one character
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _toml_key(name: str) -> str:
+    return _toml_value(name) if "." in name else name  # names of tenants need no other quotes
 
 
 def _word(origin: Origin) -> str:

@@ -11,6 +11,8 @@ from jaxserve.config.load import (
 from jaxserve.config.sections import (
     GIB,
     MIB,
+    AdminSection,
+    AuthSection,
     BucketsSection,
     Config,
     KVSection,
@@ -23,11 +25,18 @@ from jaxserve.config.sections import (
     SchedulerSection,
     Section,
     ServerSection,
+    TenantLimits,
+    TenantsSection,
+    TlsSection,
+    check_tenant_name,
+    is_loopback,
 )
 
 __all__ = [
     "GIB",
     "MIB",
+    "AdminSection",
+    "AuthSection",
     "BucketsSection",
     "Config",
     "KVSection",
@@ -42,8 +51,13 @@ __all__ = [
     "SchedulerSection",
     "Section",
     "ServerSection",
+    "TenantLimits",
+    "TenantsSection",
+    "TlsSection",
+    "check_tenant_name",
     "default_cache_dir",
     "find_problems",
+    "is_loopback",
     "load_config",
     "resolve_config",
 ]

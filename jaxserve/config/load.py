@@ -14,10 +14,11 @@ from typing import Any, Final, Literal
 
 import pydantic
 
-from jaxserve.config.sections import Config, Section
+from jaxserve.config.sections import Config, Section, TenantLimits
 from jaxserve.errors import ConfigError
 
 ENV_PREFIX: Final = "JAXSERVE_"
+JSON_HINT: Final = "lists and tables are JSON, such as [2, 8, 32]"
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -206,11 +207,9 @@ def _read_environment() -> _Source:
     try:
         values = pydantic_settings.EnvSettingsSource(Settings)()
     except pydantic_settings.SettingsError:
-        lists = [name for name in given if name.upper() in known and _is_list(_key_of(name))]
-        among = ", ".join(f"{name}={os.environ[name]!r}" for name in lists)
-        source.problems.append(
-            f"environment: {among}: not JSON; lists are JSON, such as [2, 8, 32]"
-        )
+        structured = [name for name in given if name.upper() in known and _is_json(_key_of(name))]
+        among = ", ".join(f"{name}={os.environ[name]!r}" for name in structured)
+        source.problems.append(f"environment: {among}: not JSON; {JSON_HINT}")
         return source
     keys = known_keys()  # the others were told above
     for section, found in values.items():
@@ -225,13 +224,11 @@ def _read_flags(flags: Mapping[str, object]) -> _Source:
         if value is None:
             continue
         section, _, key = dotted.partition(".")
-        if isinstance(value, str) and _is_list(dotted):
+        if isinstance(value, str) and _is_json(dotted):
             try:
                 value = json.loads(value)
             except ValueError:
-                source.problems.append(
-                    f"flags: {dotted}={value!r}: not JSON; lists are JSON, such as [2, 8, 32]"
-                )
+                source.problems.append(f"flags: {dotted}={value!r}: not JSON; {JSON_HINT}")
                 continue
         source.add({section: {key: value}})
     return source
@@ -241,11 +238,12 @@ def _key_of(variable: str) -> str:
     return variable.upper().removeprefix(ENV_PREFIX).replace("__", ".").lower()
 
 
-def _is_list(dotted: str) -> bool:
+def _is_json(dotted: str) -> bool:
+    """Whether the key's value is a list or a table."""
     section, _, key = dotted.partition(".")
     with contextlib.suppress(KeyError):  # unknown: said elsewhere
         field = section_type(Config.model_fields[section]).model_fields[key]
-        return isinstance(field.default, tuple)
+        return isinstance(field.default, tuple | dict | Section)
     return False
 
 
@@ -272,6 +270,12 @@ def _describe(details: Any, sources: Sequence[_Source]) -> str:  # noqa: ANN401 
     """Returns one error: `FILE: KEY is VALUE, but …`."""
     section, *rest = (str(part) for part in details["loc"])
     wanted = details["msg"].removeprefix("Value error, ")
+    if details["type"] == "extra_forbidden":  # in a table of a key: the others are checked before
+        known = list(TenantLimits.model_fields)
+        where = [source.where for source in sources if rest[0] in source.values.get(section, {})]
+        return f"{where[-1]}: unknown key {'.'.join(map(str, details['loc']))}" + _did_you_mean(
+            rest[-1], known
+        )
     if not rest:  # keys that contradict each other; the last source that sets one is named
         where = [source.where for source in sources if section in source.values][-1]
         return f"{where}: {section}.{wanted}"

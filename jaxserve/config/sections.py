@@ -4,6 +4,8 @@ The defaults equal `configs/cpu.toml`, where each number says where it was measu
 changed after start-up.
 """
 
+import ipaddress
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -11,6 +13,8 @@ import pydantic
 
 GIB = 1 << 30
 MIB = 1 << 20
+TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+RESERVED_TENANTS = ("anonymous", "other")
 
 
 class Section(pydantic.BaseModel):
@@ -206,13 +210,146 @@ class LimitsSection(Section):
 
 
 class ServerSection(Section):
-    """Where the gRPC front end listens."""
+    """Where the front ends listen."""
 
     host: str = pydantic.Field("127.0.0.1", min_length=1, description="Address to bind.")
     port: int = pydantic.Field(50051, ge=0, le=65535, description="0 picks a free one.")
     drain_timeout_s: float = pydantic.Field(
         30.0, ge=0, description="After SIGTERM, how long running requests may finish."
     )
+    reflection: bool = pydantic.Field(
+        True, description="Tell gRPC clients what can be called; with keys, those that have one."
+    )
+
+
+class TlsSection(Section):
+    """Certificates of the front ends (docs/security.md). Unset: plaintext."""
+
+    cert_file: Path | None = pydantic.Field(
+        None, description="PEM: the server's certificate, then those between it and its root."
+    )
+    key_file: Path | None = pydantic.Field(None, description="PEM: the certificate's private key.")
+    client_ca_file: Path | None = pydantic.Field(
+        None, description="PEM: roots; only clients with a certificate from one of them connect."
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _check_pair(self) -> Self:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file go together; set both or neither")
+        if self.client_ca_file is not None and self.cert_file is None:
+            raise ValueError("client_ca_file needs cert_file and key_file")
+        return self
+
+
+class AuthSection(Section):
+    """Who may call (docs/security.md)."""
+
+    keys_file: Path | None = pydantic.Field(
+        None,
+        description="Keys and their tenants, from `jaxserve keys`. Unset: anyone who can connect.",
+    )
+    allow_open: bool = pydantic.Field(
+        False,
+        description="Listen beyond this machine though neither keys nor client certificates are "
+        "asked for.",
+    )
+    reload_interval_s: float = pydantic.Field(
+        30.0,
+        ge=0,
+        description="Between looks at whether the files of keys and certificates changed; 0 is "
+        "never: SIGHUP and ReloadCredentials remain.",
+    )
+
+
+class TenantLimits(Section):
+    """What a tenant may use; unset is no limit of its own."""
+
+    requests_per_minute: int | None = pydantic.Field(
+        None, ge=1, description="Requests; as many may come at once after a quiet minute."
+    )
+    tokens_per_minute: int | None = pydantic.Field(
+        None,
+        ge=1,
+        description="Prompt tokens, charged at submit, and output tokens, charged at the end.",
+    )
+    max_concurrent_requests: int | None = pydantic.Field(
+        None, ge=1, description="Requests in the engine at once, waiting or running."
+    )
+    queue_share: float = pydantic.Field(
+        1.0, gt=0, le=1, description="Share of the queue that its waiting requests may fill."
+    )
+    max_context_tokens: int | None = pydantic.Field(
+        None, ge=2, description="Longest prompt + output, where the model allows more."
+    )
+    max_priority: int | None = pydantic.Field(
+        None, ge=-(1 << 31), le=(1 << 31) - 1, description="Highest priority it may ask for."
+    )
+
+
+def _check_tenant_names(named: dict[str, TenantLimits]) -> dict[str, TenantLimits]:
+    for name in named:
+        check_tenant_name(name)
+    return named
+
+
+def check_tenant_name(name: str) -> None:
+    """Raises ValueError for a name that no key and no table may have."""
+    if not TENANT_NAME.fullmatch(name):
+        raise ValueError(
+            f"the tenant {name!r} must be 1 to 64 ASCII letters, digits, dots, dashes and "
+            "underscores, beginning with a letter or digit"
+        )
+    if name in RESERVED_TENANTS:
+        raise ValueError(f"{name} is a word of the metrics; call the tenant something else")
+
+
+class TenantsSection(Section):
+    """Limits of the tenants that keys belong to (docs/security.md); read again with the keys."""
+
+    default: TenantLimits = pydantic.Field(
+        TenantLimits(), description="Of every tenant without a table of its own."
+    )
+    named: Annotated[dict[str, TenantLimits], pydantic.AfterValidator(_check_tenant_names)] = (
+        pydantic.Field(
+            {}, description="Of one tenant, by its name; nothing is taken over from default."
+        )
+    )
+
+    def limits_of(self, tenant: str) -> TenantLimits:
+        return self.named.get(tenant, self.default)
+
+
+class AdminSection(Section):
+    """Where AdminService listens (docs/security.md)."""
+
+    address: str | None = pydantic.Field(
+        None,
+        description="unix:/path/of/a/socket, which only this user can open, or a loopback "
+        "address with its port, which every user of the machine can. Unset: nowhere.",
+    )
+
+    @pydantic.field_validator("address")
+    @classmethod
+    def _check_address(cls, address: str | None) -> str | None:
+        if address is None or address.removeprefix("unix:") not in (address, ""):
+            return address
+        host, _, port = address.rpartition(":")
+        is_port = port.isascii() and port.isdigit() and int(port) < 1 << 16
+        if not (is_port and is_loopback(host.removeprefix("[").removesuffix("]"))):
+            raise ValueError(
+                "it must be unix:/path/of/a/socket or a loopback address with its port, such as "
+                "127.0.0.1:50052"
+            )
+        return address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener on `host`; False where that is not certain."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class MetricsSection(Section):
@@ -286,6 +423,10 @@ class Config(Section):
     runner: RunnerSection = RunnerSection()
     limits: LimitsSection = LimitsSection()
     server: ServerSection = ServerSection()
+    tls: TlsSection = TlsSection()
+    auth: AuthSection = AuthSection()
+    tenants: TenantsSection = TenantsSection()
+    admin: AdminSection = AdminSection()
     metrics: MetricsSection = MetricsSection()
     measure: MeasureSection = MeasureSection()
     log: LogSection = LogSection()

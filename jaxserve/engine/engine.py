@@ -13,6 +13,7 @@ from jaxserve.engine.accounts import Accounts, ThroughputLog
 from jaxserve.engine.intake import EngineState, Intake
 from jaxserve.engine.live_request import LiveRequest, Outcome, build_live_request, late_outcome
 from jaxserve.engine.pipeline import Pipeline
+from jaxserve.engine.quotas import Quotas
 from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.engine.served_model import ServedModel
 from jaxserve.engine.step_clock import StepClock
@@ -43,6 +44,7 @@ class Engine:
 
     Attributes:
       error: what the engine died of; None while it lives.
+      quotas: what each tenant may use; nothing is limited until somebody sets limits.
       trace: the last steps and requests; None where none are kept.
     """
 
@@ -66,6 +68,7 @@ class Engine:
         self.metrics = metrics
         self.error: Exception | None = None
         self._clock = clock
+        self.quotas = Quotas(config.limits, metrics=metrics, clock=clock)
         depth = OVERLAP_DEPTH if config.runner.overlap else 1
         self._pool = PagePool(runner.num_pages, config.kv.page_size)
         self._scheduler = Scheduler(
@@ -122,16 +125,17 @@ class Engine:
           delivery: when a token counts as delivered; see `Stream`.
 
         Raises:
-          RequestError: it is not allowed, can never fit, repeats an id in flight, or the queue is
-            full.
+          RequestError: it is not allowed, can never fit, repeats an id in flight, or the queue or
+            a quota of its tenant is full.
           NotServingError: starting, draining or stopped.
           EngineDeadError: the engine failed.
         """
         try:
             self._intake.check_serving()
+            self.quotas.check_allowed(asked)
             request = limits.resolve(
                 asked,
-                model=self.model,
+                model=self.quotas.narrow(self.model, asked.tenant),
                 tokenizer=self.tokenizer,
                 limits=self.config.limits,
                 now_s=self._clock(),
@@ -149,7 +153,8 @@ class Engine:
                 delivery=delivery,
             )
             accept = functools.partial(self._accounts.accept, live)
-            self._intake.add(live, on_accept=accept)
+            with self.quotas.admitting(request):
+                self._intake.add(live, on_accept=accept)
         except JaxserveError as error:
             self.metrics.count_refusal(error)
             raise
@@ -252,6 +257,7 @@ class Engine:
                 continue
             self._accounts.start(live, self._clock())
             self._intake.leave_queue(live)
+            self.quotas.leave_queue(live.request)
             live.stream.start()
 
     def _retire(self) -> None:
@@ -313,6 +319,7 @@ class Engine:
         live = self._intake.remove(request, now_s=now_s)
         if live is None:
             return  # it has ended: an abort that came late
+        self.quotas.release(request, output_tokens=live.num_output)
         for sequence in request.sequences:
             self._by_sequence.pop(sequence.id, None)
         if self.state is not EngineState.FAILED:  # a failed engine's pages are nobody's

@@ -86,6 +86,7 @@ def resolve(
         stop_ids |= dict.fromkeys(sorted(model.eos_ids), FinishReason.EOS)
     return Request(
         id=request_id,
+        tenant=asked.tenant,
         prompt=prompt,
         sampling=sampling,
         seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,

@@ -19,6 +19,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from jaxserve import errors
+from jaxserve.metrics.tenants import TenantLabels
 from jaxserve.plan import HOST_PHASES
 from jaxserve.request import FinishReason
 
@@ -39,6 +40,7 @@ _SUFFIXES: Final = {
 }
 # Errors that end a request after it was accepted; all others refuse it.
 _LATE_ERRORS: Final = (errors.SlowReaderError, errors.DeadlineError, errors.NumericsError)
+AUTH_FAILURES: Final = ("missing", "unknown", "expired")
 _STATE_LABELS: Final = ("not_serving", "engine_dead")
 _Family = Counter | Gauge | Histogram | Info
 
@@ -48,13 +50,16 @@ class Metrics:
 
     Attributes:
       model_name: the served model's; None until it is known.
+      tenants: what tenants are called in labels.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.model_name: str | None = None
+        self.tenants = TenantLabels()
         self._by_sample: dict[str, _Family] = {}
         self._make_requests()
+        self._make_tenants()
         self._make_steps()
         self._make_costs()
         self._make_mechanisms()
@@ -83,6 +88,37 @@ class Metrics:
         self.surplus_tokens = self._counter(
             "surplus_tokens", "Tokens sampled after the end was decided; never delivered."
         )
+
+    def _make_tenants(self) -> None:
+        self.auth_failures = self._counter(
+            "auth_failures", "Calls that came without a valid key.", "reason"
+        )
+        self.credential_reloads = self._counter(
+            "credential_reloads", "Keys, tenants and certificates read again.", "outcome"
+        )
+        self.certificate_expiry = self._gauge(
+            "certificate_expiry_timestamp_seconds",
+            "When the certificate in force ends, since 1970; 0 without TLS.",
+        )
+        self.tenant_requests_submitted = self._counter(
+            "tenant_requests_submitted", "Accepted by submit, by tenant.", "tenant"
+        )
+        self.tenant_quota_refusals = self._counter(
+            "tenant_quota_refusals", "Refused because a quota was used up.", "tenant", "quota"
+        )
+        self.tenant_prompt_tokens = self._counter(
+            "tenant_prompt_tokens", "Prompt tokens of ended requests, by tenant.", "tenant"
+        )
+        self.tenant_output_tokens = self._counter(
+            "tenant_output_tokens", "Output tokens of ended requests, by tenant.", "tenant"
+        )
+        self.tenant_requests_live = self._gauge(
+            "tenant_requests_live", "Requests in the engine, waiting or running.", "tenant"
+        )
+        for reason in AUTH_FAILURES:
+            self.auth_failures.labels(reason)
+        for outcome in ("ok", "failed"):
+            self.credential_reloads.labels(outcome)
 
     def _make_steps(self) -> None:
         self.steps = self._counter("steps", "Steps launched.", "bucket")
@@ -214,8 +250,8 @@ class Metrics:
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return self._add(Counter(f"{PREFIX}{name}", help_text, labels, registry=self.registry))
 
-    def _gauge(self, name: str, help_text: str) -> Gauge:
-        return self._add(Gauge(f"{PREFIX}{name}", help_text, registry=self.registry))
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return self._add(Gauge(f"{PREFIX}{name}", help_text, labels, registry=self.registry))
 
     def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
         return self._add(
