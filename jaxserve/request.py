@@ -7,7 +7,8 @@ from typing import Literal
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended without an error."""
+    """Why a sequence ended without an error. TOOL_CALLS is the doors' word alone, for an EOS after
+    a tool call: the engine does not know what a text means."""
 
     EOS = "eos"
     STOP = "stop"  # a stop string or a stop token id
@@ -15,6 +16,7 @@ class FinishReason(enum.Enum):
     CONTEXT_LENGTH = "context_length"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"  # passed while decoding: the output so far stands
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)

@@ -325,4 +325,5 @@ def finish_labels() -> tuple[str, ...]:
     """Returns the reasons with which an accepted request ends."""
     late = [kind.reason.lower() for kind in _LATE_ERRORS]
     faults = [f"error_{label}" for label in (*late, *_STATE_LABELS)]
-    return (*(reason.value for reason in FinishReason), *faults)
+    reasons = [reason.value for reason in FinishReason if reason is not FinishReason.TOOL_CALLS]
+    return (*reasons, *faults)

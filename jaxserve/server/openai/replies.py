@@ -16,6 +16,7 @@ FINISH_REASONS: Final[Mapping[FinishReason, str]] = {
     FinishReason.CONTEXT_LENGTH: "length",
     FinishReason.CANCELLED: "length",
     FinishReason.DEADLINE: "length",
+    FinishReason.TOOL_CALLS: "tool_calls",
 }
 
 
