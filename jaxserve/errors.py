@@ -11,7 +11,8 @@ JaxserveError
 ├── RecompileError           a shape was compiled after warm-up
 ├── RequestError             something about one request; the request ends, nothing else does
 │   ├── InvalidRequestError      a field's value is not allowed
-│   │   └── ContextLengthError       prompt and output are longer than the model's context
+│   │   ├── ContextLengthError       prompt and output are longer than the model's context
+│   │   └── BadGrammarError          a schema, regex or grammar is wrong, too large or too complex
 │   ├── UnsupportedError         a field or option this version refuses by name
 │   ├── ModelNotFoundError       no such served model
 │   ├── DuplicateRequestError    a request with this id is in flight
@@ -97,6 +98,12 @@ class ContextLengthError(InvalidRequestError):
     """Prompt and output are longer together than the model's context."""
 
     reason = "CONTEXT_LENGTH_EXCEEDED"
+
+
+class BadGrammarError(InvalidRequestError):
+    """A schema, regular expression, choice or grammar is wrong, too large or too complex."""
+
+    reason = "BAD_GRAMMAR"
 
 
 class UnsupportedError(RequestError):

@@ -51,6 +51,7 @@ _ENGINE_DEAD: Final = Row(
 TABLE: Final[Mapping[type[errors.JaxserveError], Row]] = {
     errors.InvalidRequestError: Row("INVALID_ARGUMENT", 400),
     errors.ContextLengthError: Row("INVALID_ARGUMENT", 400),
+    errors.BadGrammarError: Row("INVALID_ARGUMENT", 400),
     errors.UnsupportedError: Row("UNIMPLEMENTED", 400),
     errors.ModelNotFoundError: Row("NOT_FOUND", 404),
     errors.DuplicateRequestError: Row("ALREADY_EXISTS", 409),

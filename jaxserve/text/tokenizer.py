@@ -172,6 +172,10 @@ class Tokenizer:
             ids, offsets = ids + suffix, offsets + [end] * len(suffix)
         return ids, offsets
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Returns the ids of a text as they are inside another one; special tokens are parsed."""
+        return self._encode_inside(self._backend, text, False)
+
     def encode_chat(self, prompt: ChatPrompt) -> list[int]:
         """Returns the ids of a conversation rendered by the chat template.
 

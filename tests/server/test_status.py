@@ -59,6 +59,7 @@ def test_reasons_are_api() -> None:
     assert {name: reason for name, reason in reasons.items() if reason != "INTERNAL"} == {
         "InvalidRequestError": "INVALID_FIELD",
         "ContextLengthError": "CONTEXT_LENGTH_EXCEEDED",
+        "BadGrammarError": "BAD_GRAMMAR",
         "UnsupportedError": "UNSUPPORTED",
         "ModelNotFoundError": "MODEL_NOT_FOUND",
         "DuplicateRequestError": "DUPLICATE_REQUEST_ID",
