@@ -202,10 +202,15 @@ class LimitsSection(Section):
         1 * MIB, ge=1, description="Unread output of one stream before it is ended."
     )
     max_message_bytes: int = pydantic.Field(
-        16 * MIB, ge=1, description="Largest gRPC message received or sent."
+        16 * MIB,
+        ge=1,
+        description="Largest gRPC message received or sent, and largest HTTP body received.",
+    )
+    max_header_bytes: int = pydantic.Field(
+        32 << 10, ge=1024, description="Request line and headers of an HTTP request."
     )
     max_open_calls: int = pydantic.Field(
-        1024, ge=1, description="RPCs open at once over all connections."
+        1024, ge=1, description="Calls open at once over all connections, gRPC and HTTP together."
     )
 
 
@@ -219,6 +224,23 @@ class ServerSection(Section):
     )
     reflection: bool = pydantic.Field(
         True, description="Tell gRPC clients what can be called; with keys, those that have one."
+    )
+    http_host: str = pydantic.Field(
+        "127.0.0.1", min_length=1, description="Address to bind for HTTP (docs/http.md)."
+    )
+    http_port: int | None = pydantic.Field(
+        None, ge=0, le=65535, description="Port for HTTP; 0 picks a free one. Unset: no HTTP."
+    )
+    http_cors_origins: tuple[str, ...] = pydantic.Field(
+        (),
+        description="Origins whose pages may call from a browser, such as http://localhost:3000; "
+        '["*"] is any.',
+    )
+    http_read_timeout_s: float = pydantic.Field(
+        30.0, gt=0, description="For an HTTP request's headers, and then its body, to arrive."
+    )
+    http_write_timeout_s: float = pydantic.Field(
+        60.0, gt=0, description="An HTTP client that takes nothing for so long is cut off."
     )
 
 
