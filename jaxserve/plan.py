@@ -38,7 +38,8 @@ class StepLimits:
 class Fork:
     """Another choice of a chunk's request, which samples its first token from the same state.
 
-    Its row is filled by a `RowLoad` of the same plan.
+    Its row is filled by a `RowLoad` of the same plan. Its page table holds the pages of the prompt,
+    shared; whoever writes first into the last one, half full, does so in a copy.
     """
 
     sequence_id: int
@@ -70,8 +71,9 @@ class Chunk:
         is the one last sampled into the state row.
       samples: whether this chunk pays all that is owed, so that a token is sampled after it.
       output_index: index in the output of the token to be sampled; 0 where none is.
-      new_pages: pages this step adds to the end of the sequence's page table; empty when a
-        `RowLoad` of the same plan carries the whole table.
+      new_pages: pages this step puts into the sequence's page table: behind its last, or one in the
+        place of a page that other choices read too, whose `PageCopy` is in the same plan; empty
+        when a `RowLoad` of the same plan carries the whole table.
       num_pages_before: entries of the page table before `new_pages`.
       prompt_len: length of the sequence's prompt, without outputs; also after a preemption.
       forks: the request's other choices, where this chunk ends its prompt; they sample too.
@@ -120,7 +122,7 @@ class RowLoad:
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class PageCopy:
-    """Copy one whole pool page to another, before the forward."""
+    """Copy one whole pool page to another, before the forward: which may write into either."""
 
     source: int
     target: int

@@ -157,8 +157,13 @@ class GenerationRequest:
 
 
 class SequenceState(enum.Enum):
-    """WAITING has no state row and no pages; RUNNING has a row; FINISHED has neither."""
+    """RUNNING has a state row, and its pages; all others have neither.
 
+    UNFORKED: another choice of a request whose first has not computed the prompt yet; it begins
+    from there. While the first runs, a row is kept free for it.
+    """
+
+    UNFORKED = enum.auto()
     WAITING = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
@@ -180,6 +185,7 @@ class Sequence:
       row: the state row owned while RUNNING.
       last_step: step_id of the last plan it was in; 0 before the first.
       num_lost: leading tokens that were computed before a preemption took their pages.
+      num_scored: leading prompt tokens after which launched steps have scored the next one.
     """
 
     id: int
@@ -194,11 +200,16 @@ class Sequence:
     num_preemptions: int = 0
     last_step: int = 0
     num_lost: int = 0
+    num_scored: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Prompt, committed output and placeholders."""
-        return len(self.request.prompt) + len(self.output) + self.num_in_flight
+        """Tokens to compute: prompt, committed output and placeholders. Where the prompt is only
+        scored its last token is none of them, unless it is alone: nothing is asked of it."""
+        request = self.request
+        if not request.max_tokens:
+            return max(len(request.prompt) - 1, 1)
+        return len(request.prompt) + len(self.output) + self.num_in_flight
 
     @property
     def num_owed(self) -> int:

@@ -142,6 +142,10 @@ class Metrics:
         self.sampler_fallbacks = self._counter(
             "sampler_fallbacks", "Steps whose filters needed more than the candidate cap."
         )
+        self.masked_tokens = self._counter("masked_tokens", "Tokens sampled under a mask.")
+        self.scored_tokens = self._counter(
+            "scored_tokens", "Prompt tokens whose log-probabilities were worked out."
+        )
         self.useful_rows = self._counter(
             "useful_rows", "Row-steps that paid a live sequence's tokens."
         )
@@ -182,6 +186,9 @@ class Metrics:
             "kv_grown_pages", "Pages taken by a running sequence as it grew."
         )
         self.reserved_pages = self._counter("kv_reserved_pages", "Pages taken ahead of need.")
+        self.forked_choices = self._counter(
+            "forked_choices", "Choices that began from their request's computed prompt."
+        )
         self.page_copies = self._counter("kv_page_copies", "Pages copied.")
         self.overlapped_steps = self._counter(
             "overlapped_steps", "Steps launched before an earlier result was read."

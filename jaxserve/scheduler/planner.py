@@ -8,8 +8,9 @@ from jaxserve.metrics import Metrics
 from jaxserve.plan import StepLimits, StepPlan
 from jaxserve.request import Sequence, SequenceState
 from jaxserve.scheduler.deadlines import is_expired
+from jaxserve.scheduler.page_needs import PageNeeds
 from jaxserve.scheduler.page_pool import PagePool
-from jaxserve.scheduler.running_set import RunningSet, is_ending
+from jaxserve.scheduler.running_set import RunningSet, find_unforked, is_ending, num_kept_rows
 from jaxserve.scheduler.step_builder import StepBuilder
 from jaxserve.scheduler.waiting_queue import WaitingQueue
 
@@ -19,6 +20,10 @@ class Planner:
 
     Order is by class, then by age (the id); running and waiting use the same, so a preempted
     sequence keeps its place and two of a class never take turns in preempting each other.
+
+    A request's first choice computes the prompt. In the step that ends it the others are forked:
+    they share its pages and sample beside it. Whoever writes into a shared page copies it first,
+    the last holder excepted. From there on each choice is on its own, after a preemption too.
 
     A plan is empty only if nothing is unfinished or a launched step has still to be committed.
     """
@@ -40,6 +45,7 @@ class Planner:
         self._may_split = config.chunked_prefill
         self._reserves_all = reserve == "max_length"
         self._pool = pool
+        self._needs = PageNeeds(pool, self.running, reserve=reserve)
         self._limits = limits
         self._metrics = metrics
         self._max_chunks = min(config.max_chunks, limits.max_chunks)
@@ -112,39 +118,42 @@ class Planner:
             index += 1
             if is_ending(sequence):
                 continue
+            if sequence.last_step == self._next_step:
+                continue  # forked just now
             if step.num_decoding and sequence.num_owed == 1:
                 step.num_decoding -= 1
             num_tokens = step.room_for(sequence.num_owed, self._may_split)
             if num_tokens and (pages := self._take_pages(sequence, num_tokens, step)) is not None:
-                self._plan(sequence, num_tokens, pages, step)
+                self._plan(sequence, num_tokens, step, new_pages=pages)
             if sequence.state is SequenceState.RUNNING:  # it may have preempted itself
-                step.num_promised += self._num_lacking(sequence, sequence.num_tokens)
+                step.num_promised += self._needs.num_promised(sequence)
         step.num_decoding = 0  # those that were preempted before their turn
 
     def _take_pages(
         self, sequence: Sequence, num_tokens: int, step: StepBuilder
-    ) -> list[int] | None:
+    ) -> tuple[int, ...] | None:
         """Returns the pages a running sequence needs for its next tokens, or None if it must wait.
 
         What is pending comes with a retire, and what ends in flight soon after: then nobody is
         preempted, the sequence misses a step.
         """
-        num_needed = self._num_lacking(sequence, sequence.num_computed + num_tokens)
-        if not num_needed:
-            return []
+        if not self._needs.num_needed(sequence, num_tokens):
+            return ()
         if step.pages_are_short:
             return None
-        while num_needed > self._num_coming_pages():
+        while self._needs.num_needed(sequence, num_tokens) > self._needs.num_coming():
             victim = self.running.get_victim()
             self.preempt(victim)
             if victim is sequence:
                 return None
+        num_needed = self._needs.num_needed(sequence, num_tokens)  # a victim may have shared a page
         if num_needed > self._pool.num_free:
             step.pages_are_short = True
             step.waits_for = "pages"
             return None
-        self._metrics.grown_pages.inc(num_needed)
-        return self._allocate(num_needed)
+        if not self._needs.writes_shared(sequence):
+            self._metrics.grown_pages.inc(num_needed)
+        return tuple(self._allocate(num_needed))
 
     def _make_room_for_a_higher_class(self) -> None:
         """Preempts lower classes for the first in the queue, if that is enough to admit it.
@@ -158,13 +167,12 @@ class Planner:
         if not self.running or self.running[-1].request.priority >= priority:
             return
         lower = [s for s in self.running if s.request.priority < priority and not is_ending(s)]
-        num_pages = self._num_admission_pages(first)
-        if num_pages > self._num_coming_pages() + sum(len(s.pages) for s in lower):
+        needs = self._needs
+        num_rows, num_pages = 1 + num_kept_rows(first), needs.num_to_admit(first)
+        if num_rows > needs.num_coming_rows(lower) or num_pages > needs.num_coming(lower):
             return
-        has_row = self.running.has_free_row or self.running.count_ending()[0] > 0
-        while lower and not (has_row and num_pages <= self._num_coming_pages()):
+        while num_rows > needs.num_coming_rows() or num_pages > needs.num_coming():
             self.preempt(lower.pop())
-            has_row = True
 
     def _admit_waiting(self, step: StepBuilder, now_s: float) -> None:
         """Starts waiting sequences in order, up to the first that cannot start now."""
@@ -172,17 +180,17 @@ class Planner:
             self._is_batch_open, self._batch_rows = True, 0
         if self._is_static and not self._is_batch_open:
             return
-        num_before = len(self.running)
+        has_others = len(self.running) > 0
         self._is_batch_open = False
         while sequence := self._find_admissible(step, now_s):
             num_tokens = step.room_for(sequence.num_owed, self._may_split)
             if not num_tokens:
                 self._is_batch_open = True  # only this step is full: it grows on in the next
                 break
+            self._batch_rows += 1 + num_kept_rows(sequence)
             self._start(sequence, num_tokens, step)
-            if num_before and not self._is_static:  # a static batch is not joined, it is formed
+            if has_others and not self._is_static:  # a static batch is not joined, it is formed
                 self._metrics.joined_running.inc()
-        self._batch_rows += len(self.running) - num_before
 
     def _find_admissible(self, step: StepBuilder, now_s: float) -> Sequence | None:
         """Returns the first in the queue if it can start now; nobody overtakes it."""
@@ -192,10 +200,10 @@ class Planner:
         if self._is_in_flight(sequence):  # preempted, and its last token is not here yet
             step.waits_for = "results"
             return None
-        if not self.running.has_free_row:
+        if self.running.num_free_rows < 1 + num_kept_rows(sequence):
             step.waits_for = "rows"
             return None
-        num_pages = self._num_admission_pages(sequence) + step.num_promised
+        num_pages = self._needs.num_to_admit(sequence) + step.num_promised
         if num_pages > self._pool.num_free:
             step.waits_for = "pages"
             return None
@@ -206,19 +214,69 @@ class Planner:
         self.running.start(sequence)
         num_needed = self._pool.pages_for(num_tokens)
         if self._reserves_all:
-            num_held = self._num_pages_to_hold(sequence)
+            num_held = self._needs.num_to_hold(sequence)
             self._metrics.reserved_pages.inc(num_held - num_needed)
             num_needed = num_held
         sequence.pages += self._allocate(num_needed)
         step.load_row(sequence)
-        self._plan(sequence, num_tokens, [], step)
-        step.num_promised += self._num_lacking(sequence, sequence.num_tokens)
+        self._plan(sequence, num_tokens, step)
+        step.num_promised += self._needs.num_promised(sequence)
 
     def _plan(
-        self, sequence: Sequence, num_tokens: int, pages: list[int], step: StepBuilder
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        step: StepBuilder,
+        *,
+        new_pages: tuple[int, ...] = (),
     ) -> None:
-        step.add(sequence, num_tokens, pages)
+        """Plans a sequence's next tokens, with the pages they need."""
+        num_before = len(sequence.pages)
+        if new_pages and self._needs.writes_shared(sequence):
+            num_before = sequence.num_computed // self._pool.page_size
+            self._replace_page(sequence, num_before, *new_pages, step=step)
+        else:
+            sequence.pages += new_pages
+        will_sample = sequence.num_computed + num_tokens == sequence.num_tokens
+        step.add(
+            sequence,
+            num_tokens,
+            new_pages=new_pages,
+            num_pages_before=num_before,
+            forks=self._fork(sequence, step) if will_sample and num_kept_rows(sequence) else (),
+        )
         sequence.last_step = self._next_step
+
+    def _replace_page(
+        self, sequence: Sequence, index: int, page: int, *, step: StepBuilder
+    ) -> None:
+        """Has a sequence write into a copy of a page that others read."""
+        shared = sequence.pages[index]
+        step.copy_page(shared, page)
+        self._pool.release([shared], last_step=self._next_step)
+        sequence.pages[index] = page
+
+    def _fork(self, first: Sequence, step: StepBuilder) -> list[Sequence]:
+        """Starts a request's other choices where its first has the prompt with this step."""
+        prompt_len = len(first.request.prompt)
+        shared = first.pages[: self._pool.pages_for(prompt_len)]
+        forks = find_unforked(first)
+        for sequence in forks:
+            self.running.start(sequence)
+            self._pool.share(shared, prompt_len)
+            sequence.pages += shared
+            if self._reserves_all:
+                num_own = self._needs.num_to_hold(sequence) - len(shared)
+                self._metrics.reserved_pages.inc(num_own)
+                sequence.pages += self._allocate(num_own)
+            step.load_row(sequence)
+            sequence.num_computed = prompt_len
+            sequence.num_in_flight = 1
+            sequence.last_step = self._next_step
+            if not is_ending(sequence):
+                step.num_promised += self._needs.num_promised(sequence)
+        self._metrics.forked_choices.inc(len(forks))
+        return forks
 
     def _finish_plan(self, step: StepBuilder) -> StepPlan:
         preempted, self._preempted = tuple(self._preempted), []
@@ -242,28 +300,6 @@ class Planner:
     def _allocate(self, num_pages: int) -> list[int]:
         self._metrics.pages_allocated.inc(num_pages)
         return self._pool.allocate(num_pages)
-
-    def _num_lacking(self, sequence: Sequence, num_tokens: int) -> int:
-        return max(0, self._pool.pages_for(num_tokens) - len(sequence.pages))
-
-    def _num_pages_to_hold(self, sequence: Sequence) -> int:
-        """Pages of a waiting sequence: for all it owes, or for all it may ever write."""
-        if not self._reserves_all:
-            return self._pool.pages_for(sequence.num_tokens)
-        request = sequence.request
-        return self._pool.pages_for(len(request.prompt) + request.max_tokens - 1)
-
-    def _num_admission_pages(self, sequence: Sequence) -> int:
-        """Free pages it takes to start: its own, and after a preemption room for others to grow.
-
-        A page for each runner and each time it happened: so it happens to nobody without end.
-        """
-        return self._num_pages_to_hold(sequence) + sequence.num_preemptions * len(self.running)
-
-    def _num_coming_pages(self) -> int:
-        """Pages that are free, or will be without a preemption once all in flight has retired."""
-        num_ending_pages = self.running.count_ending()[1]
-        return self._pool.num_free + self._pool.num_pending + num_ending_pages
 
     def _is_in_flight(self, sequence: Sequence) -> bool:
         return sequence.last_step > self._retired_step

@@ -8,9 +8,13 @@ from jaxserve.scheduler.page_pool import PagePool
 
 
 class RunningSet:
-    """Class by class, oldest first. Who is in it has a row; leaving it gives row and pages up."""
+    """Class by class, oldest first. Who is in it has a row; leaving it gives row and pages up.
+
+    Rows are kept for the choices that will be forked from who is in it.
+    """
 
     def __init__(self, pool: PagePool, *, num_rows: int) -> None:
+        self.num_rows = num_rows
         self._pool = pool
         self._sequences: list[Sequence] = []
         self._free_rows = list(range(num_rows - 1, -1, -1))
@@ -25,8 +29,11 @@ class RunningSet:
         return self._sequences[index]
 
     @property
-    def has_free_row(self) -> bool:
-        return bool(self._free_rows)
+    def num_free_rows(self) -> int:
+        """Rows that nobody has and none is kept for."""
+        if not self._free_rows:
+            return 0
+        return len(self._free_rows) - sum(num_kept_rows(s) for s in self._sequences)
 
     def start(self, sequence: Sequence) -> None:
         sequence.row = self._free_rows.pop()
@@ -47,10 +54,9 @@ class RunningSet:
         """Returns the youngest of the lowest class that will not leave by itself."""
         return next(s for s in reversed(self._sequences) if not is_ending(s))
 
-    def count_ending(self) -> tuple[int, int]:
-        """Returns the rows and pages that come free with the steps in flight."""
-        ending = [sequence for sequence in self._sequences if is_ending(sequence)]
-        return len(ending), sum(len(sequence.pages) for sequence in ending)
+    def find_ending(self) -> list[Sequence]:
+        """Returns those whose rows and pages come free with the steps in flight."""
+        return [sequence for sequence in self._sequences if is_ending(sequence)]
 
     def check(self) -> None:
         """Asserts that every row is in one place, and the pool's pages are in these tables."""
@@ -58,12 +64,30 @@ class RunningSet:
         rows = [sequence.row for sequence in self._sequences] + self._free_rows
         assert len(set(rows)) == len(rows), f"a row twice: {rows}"
         assert None not in rows, f"running without a row: {rows}"
+        num_kept = sum(num_kept_rows(sequence) for sequence in self._sequences)
+        assert num_kept <= len(self._free_rows), "rows that are kept for forks were given away"
         assert self._sequences == sorted(self._sequences, key=_order), "running is out of order"
 
 
 def is_ending(sequence: Sequence) -> bool:
-    """Whether the steps in flight sample the last token it may have; nothing is left to plan."""
-    return len(sequence.output) + sequence.num_in_flight >= sequence.request.max_tokens
+    """Whether the steps in flight bring the last that it may have; nothing is left to plan."""
+    max_tokens = sequence.request.max_tokens
+    if not max_tokens:
+        return sequence.num_owed == 0
+    return len(sequence.output) + sequence.num_in_flight >= max_tokens
+
+
+def find_unforked(sequence: Sequence) -> list[Sequence]:
+    """Returns the choices that will begin where this one has computed the prompt."""
+    siblings = sequence.request.sequences
+    if len(siblings) == 1 or sequence.output or sequence.num_in_flight:
+        return []
+    return [s for s in siblings if s.state is SequenceState.UNFORKED]
+
+
+def num_kept_rows(sequence: Sequence) -> int:
+    """Returns how many rows are kept for forks of a sequence; none where nothing is sampled."""
+    return len(find_unforked(sequence)) if sequence.request.max_tokens else 0
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

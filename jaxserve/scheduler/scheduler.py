@@ -1,32 +1,40 @@
 """Requests from the queue to their end: what a step is to do, and what came of it."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Literal
 
 from jaxserve.config import SchedulerSection
 from jaxserve.errors import InvalidRequestError
 from jaxserve.metrics import Metrics
-from jaxserve.plan import StepLimits, StepPlan, StepResult
+from jaxserve.plan import Chunk, StepLimits, StepPlan, StepResult, TokenLogprobs
 from jaxserve.request import FinishReason, Request, Sequence, SequenceState
-from jaxserve.scheduler.deadlines import Deadlines
+from jaxserve.scheduler.deadlines import Deadlines, is_ended
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.planner import Planner
+from jaxserve.scheduler.running_set import find_unforked
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Update:
-    """What a committed step brought one live sequence.
+    """What a committed step brought one live choice.
 
     Attributes:
-      token_id: the sampled token, an end token too; None where the logits were not finite.
-      finish: why the sequence ends with this token; the engine then ends the request.
+      token_id: the sampled token, an end token too; None where the logits were not finite, or
+        nothing was sampled.
+      finish: why the choice ends with this; the engine then gives it to `Scheduler.end`.
+      logprobs: the token's, where they were asked for.
+      prompt_logprobs: of the prompt's next tokens, in order: those of all updates together are the
+        prompt's from its second token on. They come with choice 0, before its first token or with
+        it, and never again after a preemption.
     """
 
     sequence: Sequence
-    token_id: int | None
+    token_id: int | None = None
     finish: FinishReason | None = None
     not_finite: bool = False
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Scheduler:
@@ -70,6 +78,7 @@ class Scheduler:
         self._waiting = self._planner.waiting
         self._running = self._planner.running
         self._pool = pool
+        self._reserves_all = reserve == "max_length"
         self._max_model_tokens = max_model_tokens
         self._overlap_depth = overlap_depth
         self._metrics = metrics
@@ -77,54 +86,77 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._next_sequence_id = 1
         self._live: dict[int, Sequence] = {}
-        self._ended: set[int] = set()  # reported as ended, and not yet given to finish()
+        self._num_live_requests = 0
+        self._ended: set[int] = set()  # reported as ended, and not yet given to end() or finish()
         metrics.kv_capacity_tokens.set(pool.capacity_tokens)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Requests none of whose choices runs."""
+        return self._num_live_requests - self.num_running
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Requests one of whose choices runs."""
+        return len({id(sequence.request) for sequence in self._running})
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens in the queue."""
+        """Prompt tokens in the queue, those of preempted choices too."""
         return self._waiting.num_prompt_tokens
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._live)
 
-    def check_fits(self, prompt_len: int, max_tokens: int) -> None:
+    def check_fits(self, prompt_len: int, max_tokens: int, num_choices: int = 1) -> None:
         """Refuses what could never run. Any thread may call it.
 
         All of prompt and output is counted, though the last token's K/V is never written: exactly
         full is allowed, and what is advertised as capacity is what fits.
 
         Raises:
-          InvalidRequestError: prompt and output are longer than the context or the pool.
+          InvalidRequestError: prompt and output are longer than the context or the pool, or the
+            choices are more than can run together.
         """
         total = prompt_len + max_tokens
         capacity = self._pool.capacity_tokens
         limit = min(self._max_model_tokens, capacity)
-        if total <= limit:
-            return
-        what = "this model's context" if limit == self._max_model_tokens else "the KV pool"
-        raise InvalidRequestError(
-            f"prompt ({prompt_len}) + max_tokens ({max_tokens}) is {total} tokens, but {what} "
-            f"holds {limit}; shorten the prompt or lower max_tokens",
-            field="max_tokens" if prompt_len < limit else "prompt",
-        )
+        if total > limit:
+            what = "this model's context" if limit == self._max_model_tokens else "the KV pool"
+            raise InvalidRequestError(
+                f"prompt ({prompt_len}) + max_tokens ({max_tokens}) is {total} tokens, but {what} "
+                f"holds {limit}; shorten the prompt or lower max_tokens",
+                field="max_tokens" if prompt_len < limit else "prompt",
+            )
+        if num_choices > self._running.num_rows:
+            raise InvalidRequestError(
+                f"n is {num_choices}, but {self._running.num_rows} sequences run at once; lower n "
+                "to that",
+                field="n",
+            )
+        num_full = prompt_len // self._pool.page_size
+        num_pages = num_full + num_choices * (self._pool.pages_for(total) - num_full)
+        if self._reserves_all and num_pages > self._pool.num_usable:
+            raise InvalidRequestError(
+                f"n is {num_choices}, which takes {num_pages} KV pages of {self._pool.num_usable} "
+                "as kv.reserve is max_length; lower n or max_tokens",
+                field="n",
+            )
 
     def add(self, request: Request) -> None:
-        """Queues a request that `check_fits` has let through, and makes its sequence."""
-        sequence = Sequence(id=self._next_sequence_id, request=request)
-        self._next_sequence_id += 1
-        request.sequences.append(sequence)
-        self._live[sequence.id] = sequence
-        self._waiting.append(sequence)
+        """Queues a request that `check_fits` has let through, and makes its sequences, one for each
+        choice. The first waits; the others begin where it has computed the prompt."""
+        for choice in range(request.sampling.num_choices):
+            state = SequenceState.UNFORKED if choice else SequenceState.WAITING
+            sequence = Sequence(
+                id=self._next_sequence_id, request=request, choice=choice, state=state
+            )
+            self._next_sequence_id += 1
+            request.sequences.append(sequence)
+            self._live[sequence.id] = sequence
+        self._num_live_requests += 1
+        self._waiting.append(request.sequences[0])
         self._deadlines.add(request)
 
     def expired(self, now_s: float) -> list[Request]:
@@ -135,22 +167,36 @@ class Scheduler:
         return self._deadlines.pop_expired(now_s)
 
     def finish(self, request: Request) -> None:
-        """Ends a request in any state, and takes back its rows and pages. Twice is as once."""
-        for sequence in request.sequences:
-            if sequence.state is SequenceState.FINISHED:
-                continue
-            if sequence.state is SequenceState.RUNNING:
+        """Ends what is left of a request, in any state, and takes back its rows and pages. Twice is
+        as once."""
+        for sequence in reversed(request.sequences):  # nobody follows a choice that ends
+            self.end(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """Ends one choice, in any state, and takes back its row and pages; the request's others go
+        on. With the last of them the request has ended. Twice is as once."""
+        if sequence.state is SequenceState.FINISHED:
+            return
+        unforked = find_unforked(sequence) if sequence.state is not SequenceState.UNFORKED else []
+        match sequence.state:
+            case SequenceState.RUNNING:
                 self._running.stop(sequence)
-            else:
+            case SequenceState.WAITING:
                 self._waiting.remove(sequence)
-            sequence.state = SequenceState.FINISHED
-            sequence.num_in_flight = 0
-            self._ended.discard(sequence.id)
-            del self._live[sequence.id]
-        self._deadlines.trim(len(self._live))
+        sequence.state = SequenceState.FINISHED
+        sequence.num_in_flight = 0
+        self._ended.discard(sequence.id)
+        del self._live[sequence.id]
+        if unforked:  # the next choice computes the prompt
+            unforked[0].state = SequenceState.WAITING
+            self._waiting.put_back(unforked[0])
+        if is_ended(sequence.request):
+            self._num_live_requests -= 1
+            self._deadlines.trim(self._num_live_requests)
 
     def preempt(self, request: Request) -> None:
-        """Takes rows and pages of a running request back; it is recomputed from its first token."""
+        """Takes rows and pages of a request's running choices back; each is recomputed from its
+        first token."""
         for sequence in request.sequences:
             if sequence.state is SequenceState.RUNNING:
                 self._planner.preempt(sequence)
@@ -171,20 +217,24 @@ class Scheduler:
     ) -> list[Update]:
         """Takes in a step's result, in launch order, and returns what is new for live sequences.
 
+        An update's request may have ended through one before it: the engine looks.
+
         Args:
           stopped: ids of sequences whose text ended with this token (a stop string).
         """
         self._planner.retire(plan.step_id)
-        updates = []
+        updates: list[Update] = []
         num_surplus = num_useful = 0
         for chunk in plan.chunks:
-            sequence = self._live.get(chunk.sequence_id)
-            if sequence is None:
-                num_surplus += chunk.samples
-                continue
-            num_useful += 1
+            sampled = [fork.sequence_id for fork in chunk.forks]
             if chunk.samples:
-                updates.append(self._settle(sequence, result, stopped))
+                sampled.insert(0, chunk.sequence_id)
+            live = [self._live[id_] for id_ in sampled if id_ in self._live]
+            num_surplus += len(sampled) - len(live)
+            num_useful += bool(live) or chunk.sequence_id in self._live
+            updates += [self._settle(sequence, result, stopped) for sequence in live]
+            if not chunk.samples and chunk.sequence_id in self._live:
+                updates += self._settle_prompt(chunk, result)
         self._metrics.useful_rows.inc(num_useful)
         if num_surplus:
             self._metrics.surplus_tokens.inc(num_surplus)
@@ -198,13 +248,14 @@ class Scheduler:
           num_new_tokens: of their prompts.
         """
         metrics, pool = self._metrics, self._pool
-        metrics.requests_running.set(len(self._running))
-        metrics.requests_waiting.set(len(self._waiting) + num_new)
+        num_running = self.num_running
+        metrics.requests_running.set(num_running)
+        metrics.requests_waiting.set(self._num_live_requests - num_running + num_new)
         metrics.waiting_tokens.set(self.waiting_tokens + num_new_tokens)
         metrics.kv_usage.set(1 - pool.num_free / pool.num_usable)
         num_used = sum(sequence.num_computed for sequence in self._running)
-        reserved = sum(len(sequence.pages) for sequence in self._running) * self._page_bytes
-        used = num_used * self._page_bytes / pool.page_size
+        reserved = pool.num_held * self._page_bytes
+        used = (num_used - pool.num_repeated_tokens) * self._page_bytes / pool.page_size
         metrics.kv_reserved_bytes.set(reserved)
         metrics.kv_used_bytes.set(used)
         metrics.kv_stranded_bytes.set(reserved - used)
@@ -212,14 +263,24 @@ class Scheduler:
     def check(self) -> None:
         """Asserts that every page and row is in exactly one place, and the queues agree."""
         self._running.check()
-        assert len(self._live) == len(self._running) + len(self._waiting), "a sequence is lost"
+        live = self._live.values()
+        unforked = [s for s in live if s.state is SequenceState.UNFORKED]
+        num_known = len(self._running) + len(self._waiting) + len(unforked)
+        assert len(live) == num_known, "a sequence is lost"
+        num_requests = len({id(sequence.request) for sequence in live})
+        assert num_requests == self._num_live_requests, f"{num_requests} requests are live"
+        for sequence in unforked:
+            others = [s for s in sequence.request.sequences if s.id in self._live]
+            firsts = [s for s in others if s.state is not SequenceState.UNFORKED]
+            assert len(firsts) == 1, f"nobody computes the prompt for sequence {sequence.id}"
 
     def _settle(self, sequence: Sequence, result: StepResult, stopped: Collection[int]) -> Update:
         """Appends the sampled token and decides whether the sequence ends with it."""
         sequence.num_in_flight -= 1
+        prompt_logprobs = tuple(result.prompt_logprobs.get(sequence.id, ()))
         if sequence.id in result.not_finite:
             self._ended.add(sequence.id)
-            return Update(sequence=sequence, token_id=None, not_finite=True)
+            return Update(sequence=sequence, not_finite=True, prompt_logprobs=prompt_logprobs)
         request = sequence.request
         token_id = result.token_ids[sequence.id]
         finish = None
@@ -233,4 +294,24 @@ class Scheduler:
             finish = FinishReason.CONTEXT_LENGTH if by_context else FinishReason.MAX_TOKENS
         if finish:
             self._ended.add(sequence.id)
-        return Update(sequence=sequence, token_id=token_id, finish=finish)
+        return Update(
+            sequence=sequence,
+            token_id=token_id,
+            finish=finish,
+            logprobs=result.logprobs.get(sequence.id),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _settle_prompt(self, chunk: Chunk, result: StepResult) -> Iterator[Update]:
+        """Yields what a chunk brought that sampled nothing: scores of the prompt, and the end of a
+        request that wants no more."""
+        sequence = self._live[chunk.sequence_id]
+        request, scores = sequence.request, result.prompt_logprobs.get(sequence.id, ())
+        is_done = not request.max_tokens and chunk.start + chunk.num_tokens == sequence.num_tokens
+        finish = FinishReason.MAX_TOKENS if is_done else None
+        if scores or is_done:
+            yield Update(sequence=sequence, finish=finish, prompt_logprobs=tuple(scores))
+        if is_done:
+            ended = [s for s in request.sequences if s.id in self._live]
+            self._ended.update(s.id for s in ended)
+            yield from (Update(sequence=s, finish=finish) for s in ended if s is not sequence)

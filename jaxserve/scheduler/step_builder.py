@@ -1,8 +1,9 @@
 """One step in the making: what of its limits is left, and the plan that comes out."""
 
+from collections.abc import Iterable
 from typing import Literal
 
-from jaxserve.plan import Chunk, RowLoad, StepLimits, StepPlan
+from jaxserve.plan import Chunk, Fork, PageCopy, PromptScoring, RowLoad, StepLimits, StepPlan
 from jaxserve.request import Sequence
 
 RetireReason = Literal["pages", "rows", "results"]
@@ -34,6 +35,7 @@ class StepBuilder:
         self._singles: list[Chunk] = []
         self._longer: list[Chunk] = []
         self._row_loads: list[RowLoad] = []
+        self._copies: list[PageCopy] = []
 
     @property
     def num_chunks(self) -> int:
@@ -61,13 +63,26 @@ class StepBuilder:
             room = 0
         return max(room, 0)
 
-    def add(self, sequence: Sequence, num_tokens: int, new_pages: list[int]) -> None:
-        """Plans a sequence's next tokens and moves it on; a running one gets its pages here."""
+    def add(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        *,
+        new_pages: Iterable[int] = (),
+        num_pages_before: int = 0,
+        forks: Iterable[Sequence] = (),
+    ) -> None:
+        """Plans a sequence's next tokens and moves it on.
+
+        Args:
+          new_pages: of its page table, from `num_pages_before` on, where no row load carries it.
+          forks: other choices, loaded by this step, that sample their first token with it.
+        """
         assert sequence.row is not None
-        start = sequence.num_computed
+        request, start = sequence.request, sequence.num_computed
         end = start + num_tokens
-        num_known = len(sequence.request.prompt) + len(sequence.output)
-        samples = end == sequence.num_tokens
+        num_known = len(request.prompt) + len(sequence.output)
+        samples = end == sequence.num_tokens and request.max_tokens > 0
         chunk = Chunk(
             sequence_id=sequence.id,
             row=sequence.row,
@@ -76,18 +91,27 @@ class StepBuilder:
             token_ids=_token_ids(sequence, start, end) if end <= num_known else None,
             samples=samples,
             output_index=len(sequence.output) + sequence.num_in_flight if samples else 0,
-            prompt_len=len(sequence.request.prompt),
+            prompt_len=len(request.prompt),
             new_pages=tuple(new_pages),
-            num_pages_before=len(sequence.pages),
+            num_pages_before=num_pages_before,
+            forks=tuple(_fork(other) for other in forks),
+            is_masked=request.is_masked and samples,
+            num_top=request.sampling.logprobs if samples else None,
+            scoring=_score(sequence, start, end),
         )
-        sequence.pages += new_pages
         self._spend(chunk)
-        if start == 0 and not samples and not sequence.num_preemptions:
+        if start == 0 and end < sequence.num_tokens and not sequence.num_preemptions:
             self.num_chunked_prompts += 1
         if start < sequence.num_lost:
             self.num_recomputed += min(end, sequence.num_lost) - start
         sequence.num_computed = end
         sequence.num_in_flight += samples
+        if chunk.scoring:
+            sequence.num_scored = chunk.scoring.first + len(chunk.scoring.targets)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Plans a copy that is made before this step writes anything."""
+        self._copies.append(PageCopy(source=source, target=target))
 
     def load_row(self, sequence: Sequence) -> None:
         """Plans the filling of the row a sequence has just been given; its pages are in it."""
@@ -113,6 +137,7 @@ class StepBuilder:
             step_id=step_id,
             chunks=(*self._singles, *self._longer),
             row_loads=tuple(self._row_loads),
+            copies=tuple(self._copies),
             preempted=preempted,
         )
 
@@ -135,3 +160,20 @@ def _token_ids(sequence: Sequence, start: int, end: int) -> tuple[int, ...]:
     if start >= num_prompt:
         return tuple(output[start - num_prompt : end - num_prompt])
     return (*prompt[start:], *output[: end - num_prompt])
+
+
+def _fork(sequence: Sequence) -> Fork:
+    assert sequence.row is not None
+    return Fork(sequence_id=sequence.id, row=sequence.row)
+
+
+def _score(sequence: Sequence, start: int, end: int) -> PromptScoring | None:
+    """Returns what a chunk is to score: the prompt's tokens after those in it, each only once."""
+    num_top = sequence.request.sampling.prompt_logprobs
+    if num_top is None or sequence.choice:
+        return None
+    prompt = sequence.request.prompt
+    first, last = max(start, sequence.num_scored), min(end, len(prompt) - 1)
+    if first >= last:
+        return None
+    return PromptScoring(first=first, targets=prompt[first + 1 : last + 1], num_top=num_top)

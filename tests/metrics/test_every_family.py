@@ -44,7 +44,7 @@ DEVICE_CONFIG: Final = load_config(
 )
 PROGRAMS: Final = (
     "forward,4x1+0", "forward,4x1+8", "forward,4x1+16", "output,4 greedy", "output,4 plain",
-    "output,4 full", "init,", "row_load,", "counts,",
+    "output,4 full", "score,", "page_copy,", "init,", "row_load,", "counts,",
 )  # fmt: skip
 SHORT_AT: Final = (5.5, 7, 11.5, 13, 14.5, 16, 19, 19.5)  # when its tokens were on the host
 GONE_AT: Final = (13, 14.5, 16, 17.5, 22)
@@ -78,6 +78,8 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "compile_cache_hits": ("device", dict.fromkeys(PROGRAMS, 1)),
     "recompiles": ("device", {"": 1}),
     "sampler_fallbacks": ("device", {"": 2}),
+    "masked_tokens": ("device", {}),
+    "scored_tokens": ("device", {}),
     "useful_rows": ("script", {"": 21}),  # offered less the surplus
     "offered_rows": ("script", {"": 24}),
     # the fake runner builds nothing; a launch takes 1 and a result 0.5
@@ -103,6 +105,7 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "kv_pages_allocated": ("script", {"": 2 + 1 + 2 + 1 + 1 + 2 + 3}),
     "kv_grown_pages": ("script", {"": 3}),  # LONG's in 2 and 6, SHORT's in 12
     "kv_reserved_pages": ("reserving", {"": 1}),
+    "forked_choices": ("script", {}),  # each asks for one
     "kv_page_copies": ("device", {}),  # nothing plans a copy yet
     "overlapped_steps": ("script", {"": 15 - 3}),
     "overlap_waits": ("script", {"pages": 2}),  # before launches 7 and 14

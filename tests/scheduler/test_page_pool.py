@@ -38,7 +38,7 @@ def test_a_page_whose_steps_have_retired_is_free_at_once() -> None:
 def test_a_shared_page_is_free_only_after_its_last_holder_and_the_latest_step() -> None:
     pool = PagePool(num_pages=5, page_size=4)
     pages = pool.allocate(2)
-    pool.share(pages)
+    pool.share(pages, 8)
     pool.check([pages, pages])
     pool.release(pages, last_step=5)
     pool.check([pages])
@@ -60,7 +60,7 @@ def test_a_page_released_twice_is_an_error() -> None:
 
 def test_a_page_that_nobody_holds_cannot_be_shared() -> None:
     with pytest.raises(AssertionError, match="shared but not held"):
-        PagePool(num_pages=5, page_size=4).share([2])
+        PagePool(num_pages=5, page_size=4).share([2], 4)
 
 
 def test_check_finds_a_page_that_is_free_and_in_a_table() -> None:
