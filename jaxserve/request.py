@@ -91,11 +91,13 @@ class StructuredOutput:
       text: a JSON Schema, a regular expression for the whole output, or a grammar in Lark's
         notation.
       choices: of choice: the output is one of these.
+      field: what refusals name, where the form was made of another field of the request.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
     text: str = ""
     choices: tuple[str, ...] = ()
+    field: str = ""
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from jaxserve.errors import InvalidRequestError, UnsupportedError
+from jaxserve.errors import InvalidRequestError
 from jaxserve.plan import TokenMask
 from jaxserve.request import SamplingParams, StructuredOutput
 from jaxserve.text.bad_words import BadWords, tokenize_bad_words
@@ -53,10 +53,13 @@ class Constraints:
     ) -> "Constraint | None":
         """Returns what the request's first choice must keep; None where it may write anything.
 
+        Args:
+          sampling: checked; with a form, it has neither `min_tokens` nor `ignore_eos`.
+
         Raises:
           BadGrammarError: the grammar is wrong, matches nothing, or costs too much.
-          InvalidRequestError: an id is not of the vocabulary, or a bad word is none.
-          UnsupportedError: what structured output does not go with.
+          InvalidRequestError: a bad word is none, or only ends are allowed before `min_tokens`.
+          UnsupportedError: a form for a model that has no EOS, or joins its tokens by spaces.
           QueueFullError: others' grammars are being compiled and take long.
         """
         if structured is None and sampling.allowed_token_ids is None and not sampling.bad_words:
@@ -70,19 +73,12 @@ class Constraints:
             not_ends=~self._mask(end_ids),
             min_tokens=sampling.min_tokens,
             bad_words=BadWords(words) if words else None,
-            grammar=None if structured is None else self._open_grammar(sampling, structured),
+            grammar=None if structured is None else self._open_grammar(structured),
             vocab_size=self._vocab_size,
         )
 
-    def _open_grammar(self, sampling: SamplingParams, asked: StructuredOutput) -> Grammar:
-        field = FIELDS[asked.kind]
-        for name in ("min_tokens", "ignore_eos"):
-            if getattr(sampling, name):
-                raise UnsupportedError(
-                    f"{name} does not go with structured_output, which ends where its form is "
-                    "complete; leave one of them out",
-                    field=f"stop.{name}",
-                )
+    def _open_grammar(self, asked: StructuredOutput) -> Grammar:
+        field = asked.field or FIELDS[asked.kind]
         source = build_source(asked, max_bytes=self._max_bytes)
         return Grammar(self._get_compiler(), source, field=field, eos_ids=self._eos_ids)
 
@@ -102,24 +98,11 @@ class Constraints:
         ids = sampling.allowed_token_ids
         if ids is None:
             return self._mask(range(self._vocab_size))
-        field = "sampling.allowed_token_ids"
-        if not ids:
-            raise InvalidRequestError(
-                "allowed_token_ids is empty, but must have at least one id; add it or leave it out",
-                field=field,
-            )
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self._vocab_size:
-            raise InvalidRequestError(
-                f"an allowed token id is {low if low < 0 else high}, but this model's ids are 0 to "
-                f"{self._vocab_size - 1}; use ids of its tokenizer",
-                field=field,
-            )
         if sampling.min_tokens and end_ids >= set(ids):
             raise InvalidRequestError(
                 f"allowed_token_ids holds only tokens that end the output, but min_tokens is "
                 f"{sampling.min_tokens}; allow others or lower min_tokens",
-                field=field,
+                field="sampling.allowed_token_ids",
             )
         return self._mask({*ids, *eos_ids, *sampling.stop_token_ids})
 

@@ -55,7 +55,7 @@ def build_source(asked: StructuredOutput, *, max_bytes: int) -> str:
 
 
 def _check_size(asked: StructuredOutput, max_bytes: int) -> None:
-    field = FIELDS[asked.kind]
+    field = asked.field or FIELDS[asked.kind]
     try:
         num_bytes = sum(len(text.encode()) + 1 for text in asked.choices) + len(asked.text.encode())
     except UnicodeEncodeError:
