@@ -19,6 +19,7 @@ JaxserveError
 │   ├── UnauthenticatedError     no valid key came with the call
 │   ├── PermissionDeniedError    the tenant may not ask for this
 │   ├── QuotaError               the tenant has used up what it may
+│   ├── ReloadError              an administrator's reload found something wrong
 │   ├── NoChatTemplateError      chat was asked of a model without a template
 │   ├── QueueFullError           the waiting queue is at its limit
 │   ├── SlowReaderError          the client reads slower than the stream's buffer allows
@@ -164,6 +165,12 @@ class QuotaError(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class ReloadError(RequestError):
+    """An administrator had credentials read again, and something is wrong with them."""
+
+    reason = "RELOAD_FAILED"
+
+
 class NoChatTemplateError(RequestError):
     """Chat was asked of a model that has no chat template."""
 
@@ -185,7 +192,8 @@ class QueueFullError(RequestError):
 
 
 class SlowReaderError(RequestError):
-    """The client left more unread output than `limits.stream_buffer_bytes`."""
+    """The client left more unread output than `limits.stream_buffer_bytes`, or the most of all
+    where together they left more than `limits.total_buffer_bytes`."""
 
     reason = "SLOW_READER"
 

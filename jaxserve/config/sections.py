@@ -201,6 +201,11 @@ class LimitsSection(Section):
     stream_buffer_bytes: int = pydantic.Field(
         1 * MIB, ge=1, description="Unread output of one stream before it is ended."
     )
+    total_buffer_bytes: int = pydantic.Field(
+        256 * MIB,
+        ge=1,
+        description="Unread output of all streams before the one with the most is ended.",
+    )
     max_message_bytes: int = pydantic.Field(
         16 * MIB,
         ge=1,

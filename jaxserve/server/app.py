@@ -1,31 +1,33 @@
-"""The gRPC server of one engine: services, health, reflection, transport limits."""
+"""The gRPC server of one engine: services, health, reflection, who may call."""
 
 import asyncio
 import contextlib
 import logging
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from jaxserve.config import Config
 from jaxserve.engine import Engine, EngineState
-from jaxserve.errors import ConfigError, NotServingError
+from jaxserve.errors import ConfigError
 from jaxserve.gen import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from jaxserve.metrics import Metrics
+from jaxserve.server.admin import AdminServer
+from jaxserve.server.door import Door
 from jaxserve.server.edge import Edge
 from jaxserve.server.generation import GenerationServicer
+from jaxserve.server.guard import GuardInterceptor
+from jaxserve.server.listeners import bind_tcp, build_options, check_exposure, format_address
 from jaxserve.server.models import ModelServicer
+from jaxserve.server.reflection import add_reflection
 from jaxserve.server.undecodable import UndecodableInterceptor
 
 logger = logging.getLogger(__name__)
 
 GENERATION: Final = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MODEL: Final = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
-REFLECTION_V1: Final = "grpc.reflection.v1.ServerReflection"
-NUM_THREADS: Final = 4  # that read and tokenize long requests
 LAST_WORDS_S: Final = 0.5
 NUM_SPARE_CALLS: Final = 64  # health and reflection beside a full house of requests
 
@@ -40,54 +42,71 @@ class Server:
     exactly while the engine accepts requests.
 
     Attributes:
+      door: what other front ends of the process share with this one.
       port: the bound one, once started.
     """
 
-    def __init__(self, config: Config, metrics: Metrics) -> None:
+    def __init__(
+        self, config: Config, metrics: Metrics, *, read_config: Callable[[], Config] | None = None
+    ) -> None:
         """Args:
-        metrics: those of the engine to come.
+          metrics: those of the engine to come.
+          read_config: reads the configuration again, for a reload of its tenants.
+
+        Raises:
+          ConfigError: keys or certificates are missing or wrong.
         """
         self.port = 0
+        self.door = Door(config, metrics, read_config=read_config)
         self._config = config
-        self._engine: Engine | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="jaxserve-text")
         self._states: asyncio.Queue[EngineState] = asyncio.Queue()
         self._has_ended = asyncio.Event()
-        self._follower: asyncio.Task[None] | None = None
-        self._edge = Edge(config.limits, metrics)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._edge = Edge(
+            config.limits,
+            metrics,
+            open_calls=self.door.open_calls,
+            authenticator=self.door.authenticator,
+        )
         self._server = self._build()
+        self._admin = AdminServer(self.door) if config.admin.address else None
 
     @property
     def address(self) -> str:
-        host = self._config.server.host
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        return format_address(self._config.server.host, self.port)
+
+    @property
+    def admin(self) -> AdminServer | None:
+        """Where it is administered; None where the configuration says nowhere."""
+        return self._admin
 
     async def start(self) -> None:
         """Listens; every call but health and reflection is UNAVAILABLE until `attach`.
 
         Raises:
-          ConfigError: the address cannot be bound.
+          ConfigError: an address cannot be bound, or may not be without credentials.
         """
         await self._health.set(GENERATION, _NOT_SERVING)
-        section = self._config.server
-        host = f"[{section.host}]" if ":" in section.host else section.host
+        host = self._config.server.host
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{section.port}")
-        except RuntimeError as error:
-            self._threads.shutdown()
-            raise ConfigError(
-                f"server.host {section.host!r}, server.port {section.port}: cannot be bound; is "
-                "the host an address of this machine, and no other server on the port? "
-                "--port 0 picks a free one"
-            ) from error
+            check_exposure(self._config, self.door.credentials, key="server.host", host=host)
+            self.port = bind_tcp(self._server, self._config, self.door.credentials)
+            if self._admin is not None:
+                await self._admin.start()
+        except ConfigError:
+            self.door.close()
+            raise
         await self._server.start()
-        self._follower = asyncio.create_task(self._follow())
-        logger.info("listening address=%s", self.address)
+        watch = self.door.credentials.watch()
+        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(watch)]
+        has_tls = self.door.certificates is not None
+        is_open = self.door.authenticator.is_open
+        logger.info("listening address=%s tls=%s keys=%s", self.address, has_tls, not is_open)
 
     def attach(self, engine: Engine) -> None:
         """Serves this engine from now on, as far as its state allows."""
-        self._engine = engine
+        self.door.attach(engine)
         loop = asyncio.get_running_loop()
 
         def on_state(state: EngineState) -> None:
@@ -104,17 +123,14 @@ class Server:
 
     async def stop(self, grace_s: float) -> None:
         """Gives open calls the grace to end, then closes the listener and what is left."""
-        await self._edge.wait_idle(grace_s)
+        await self.door.open_calls.wait_idle(grace_s)
         # a health watch never ends by itself: it gets the time that the last statuses need
         await self._server.stop(min(grace_s, LAST_WORDS_S))
-        if self._follower is not None:
-            self._follower.cancel()
-        self._threads.shutdown(wait=False)
-
-    def _get_engine(self) -> Engine:
-        if self._engine is None:
-            raise NotServingError("the model is loading; try again later")
-        return self._engine
+        if self._admin is not None:
+            await self._admin.stop(min(grace_s, LAST_WORDS_S))
+        for task in self._tasks:
+            task.cancel()
+        self.door.close()
 
     async def _follow(self) -> None:
         """Makes health say what the engine is; in order, one state after the other."""
@@ -130,43 +146,16 @@ class Server:
     def _build(self) -> grpc.aio.Server:
         limits = self._config.limits
         num_calls = limits.max_open_calls + NUM_SPARE_CALLS
-        options = [
-            ("grpc.so_reuseport", 0),  # or a second server on the port would take half the calls
-            ("grpc.max_receive_message_length", limits.max_message_bytes),
-            ("grpc.max_send_message_length", limits.max_message_bytes),
-            ("grpc.max_concurrent_streams", num_calls),
-            # a long prefill sends nothing: let clients ping meanwhile, and find dead ones
-            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.keepalive_time_ms", 30_000),
-            ("grpc.keepalive_timeout_ms", 20_000),
-        ]
         server = grpc.aio.server(
-            options=options,
-            interceptors=[UndecodableInterceptor(self._edge)],
+            options=build_options(limits, num_calls=num_calls),
+            interceptors=[GuardInterceptor(self._edge), UndecodableInterceptor(self._edge)],
             maximum_concurrent_rpcs=num_calls,
         )
-        generation = GenerationServicer(self._get_engine, self._edge, self._threads)
+        generation = GenerationServicer(self.door.get_engine, self._edge, self.door.threads)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
-        models = ModelServicer(self._get_engine, self._edge)
+        models = ModelServicer(self.door.get_engine, self._edge)
         model_pb2_grpc.add_ModelServiceServicer_to_server(models, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        _add_reflection(server)
+        if self._config.server.reflection:
+            add_reflection(server, [GENERATION, MODEL, health.SERVICE_NAME])
         return server
-
-
-def _add_reflection(server: grpc.aio.Server) -> None:
-    """Serves both versions: the library registers v1alpha alone, and clients ask v1 first.
-
-    Their messages are the same on the wire, so one servicer does for both.
-    """
-    names = [GENERATION, MODEL, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1]
-    reflection.enable_server_reflection(names, server)
-    servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]  # as above
-    method = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    methods = {"ServerReflectionInfo": method}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(REFLECTION_V1, methods),))

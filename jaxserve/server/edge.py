@@ -1,10 +1,11 @@
-"""Where a call enters and leaves: its request id, the bound on open calls, errors as statuses."""
+"""Where a call enters and leaves: whose it is, its request id, the bound on open calls, errors as
+statuses."""
 
 import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, Final
 
 import grpc
@@ -12,14 +13,16 @@ import structlog
 from google.protobuf.message import Message
 
 from jaxserve.config import LimitsSection
-from jaxserve.errors import InvalidRequestError, JaxserveError, QueueFullError
+from jaxserve.errors import InvalidRequestError, JaxserveError, UnauthenticatedError
 from jaxserve.metrics import Metrics
+from jaxserve.server.auth import ANONYMOUS, Authenticator, Tenant
+from jaxserve.server.open_calls import OpenCalls
 from jaxserve.server.rich_status import build_status
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY: Final = "x-request-id"
-BUSY_RETRY_S: Final = 1.0
+AUTHORIZATION_KEY: Final = "authorization"
 GENERATING: Final = frozenset({"Generate", "StreamGenerate"})  # whose calls are requests
 
 Context = grpc.aio.ServicerContext[Any, Any]  # the servicers' methods fix the message types
@@ -28,12 +31,49 @@ Context = grpc.aio.ServicerContext[Any, Any]  # the servicers' methods fix the m
 class Edge:
     """Shared by all servicers: counts their calls, and is the last to see their errors."""
 
-    def __init__(self, limits: LimitsSection, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        limits: LimitsSection,
+        metrics: Metrics,
+        *,
+        open_calls: OpenCalls | None = None,
+        authenticator: Authenticator | None = None,
+    ) -> None:
+        """Args:
+        open_calls: shared with other doors; None counts these calls alone.
+        authenticator: None asks for no key.
+        """
         self._limits = limits
         self._metrics = metrics
-        self._num_open = 0
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
+        self._open_calls = open_calls or OpenCalls(limits)
+        self._authenticator = authenticator
+
+    @property
+    def num_open(self) -> int:
+        """Calls open at every door that shares the count."""
+        return self._open_calls.count
+
+    def tenant_of(self, context: Context) -> Tenant:
+        """Returns whose call it is, by its key alone.
+
+        Raises:
+          UnauthenticatedError: its key is not valid, or has just ceased to be.
+        """
+        if self._authenticator is None:
+            return ANONYMOUS
+        return self.authenticate(context.invocation_metadata())
+
+    def authenticate(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
+        """Returns whose key is in a call's metadata.
+
+        Raises:
+          UnauthenticatedError: there is no valid one, or more than one.
+        """
+        if self._authenticator is None:
+            return ANONYMOUS
+        values = [value for key, value in metadata or () if key == AUTHORIZATION_KEY]
+        value = values[0] if len(values) == 1 else None
+        return self._authenticator.authenticate(value if isinstance(value, str) else None)
 
     @contextlib.asynccontextmanager
     async def call(
@@ -45,10 +85,17 @@ class Edge:
         carry the request id.
         """
         facts = {"request_id": request_id} if request_id else {}
-        with structlog.contextvars.bound_contextvars(**facts), self._open():
+        with structlog.contextvars.bound_contextvars(**facts), self._open_calls.counting():
             async with self._ending(context, method, request_id):
-                self._check_open(method)
+                with self._counting_request(method):
+                    self._open_calls.check()
                 yield
+
+    async def refuse(self, context: Context, method: str, error: UnauthenticatedError) -> None:
+        """Ends a call that may not even begin."""
+        async with self.call(context, method):
+            with self._counting_request(method):
+                raise error
 
     @contextlib.contextmanager
     def counting_refusals(self) -> Iterator[None]:
@@ -59,16 +106,8 @@ class Edge:
             self._metrics.count_refusal(error)
             raise
 
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[None]:
-        self._num_open += 1
-        self._is_idle.clear()
-        try:
-            yield
-        finally:
-            self._num_open -= 1
-            if self._num_open == 0:
-                self._is_idle.set()
+    def _counting_request(self, method: str) -> contextlib.AbstractContextManager[None]:
+        return self.counting_refusals() if method in GENERATING else contextlib.nullcontext()
 
     @contextlib.asynccontextmanager
     async def _ending(self, context: Context, method: str, request_id: str) -> AsyncIterator[None]:
@@ -99,11 +138,6 @@ class Edge:
     def _count(self, method: str, code: grpc.StatusCode) -> None:
         self._metrics.rpcs.labels(method=method, code=code.name).inc()
 
-    async def wait_idle(self, timeout_s: float) -> None:
-        """Returns when no call is open, or when the time is over."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._is_idle.wait(), timeout_s)
-
     def check_size(self, reply: Message) -> None:
         """Raises InvalidRequestError for a reply that the transport would cut off."""
         num_bytes, limit = reply.ByteSize(), self._limits.max_message_bytes
@@ -111,17 +145,6 @@ class Edge:
             raise InvalidRequestError(
                 f"the reply is {num_bytes} bytes, but the limit of a message is {limit} "
                 "(limits.max_message_bytes); ask for less, or stream it"
-            )
-
-    def _check_open(self, method: str) -> None:
-        limit = self._limits.max_open_calls
-        if self._num_open <= limit:
-            return
-        with self.counting_refusals() if method in GENERATING else contextlib.nullcontext():
-            raise QueueFullError(
-                f"{limit} calls are open, which is the limit (limits.max_open_calls); "
-                "try again later",
-                retry_after_s=BUSY_RETRY_S,
             )
 
 

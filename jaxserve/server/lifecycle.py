@@ -1,6 +1,7 @@
 """The life of a serving process: listen, load, serve, drain, leave with an exit code."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ from typing import Any, Final
 
 from jaxserve.config import Config
 from jaxserve.engine import Engine, EngineState
+from jaxserve.errors import ConfigError
 from jaxserve.metrics import Metrics
 from jaxserve.server.app import Server
 
@@ -19,27 +21,34 @@ FLUSH_S: Final = 5.0  # for the last messages to leave, once every request has e
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
-def serve(load_engine: Callable[[], Engine], config: Config, metrics: Metrics) -> int:
-    """Serves until a signal or a failure; returns the process's exit code.
+def serve(
+    load_engine: Callable[[], Engine],
+    config: Config,
+    metrics: Metrics,
+    *,
+    read_config: Callable[[], Config] | None = None,
+) -> int:
+    """Serves until a signal, a call of Drain or a failure; returns the process's exit code.
 
     The port is open at once, so that the process can be probed while `load_engine` works. The first
     SIGTERM or SIGINT refuses new requests and lets running ones end for `server.drain_timeout_s`;
     the rest end with a status. A second signal ends them now. Both exit with 0, a failed engine
-    with 1. Afterwards signals are ignored: it is the last thing that a process does.
+    with 1. Afterwards signals are ignored: it is the last thing that a process does. SIGHUP has
+    keys, tenants and certificates read again, where there are any.
 
     Args:
       load_engine: called in a thread; its engine is started here if it is not yet.
       metrics: those of that engine.
+      read_config: reads the configuration again, for its tenants; None leaves them as they are.
 
     Raises:
-      ConfigError: the address cannot be bound.
+      ConfigError: an address cannot be bound or may not be, or keys or certificates are wrong.
       JaxserveError: what `load_engine` raised.
     """
 
     async def run() -> int:
-        return await Service(
-            load_engine, config, metrics
-        ).run()  # made inside: grpc binds to the loop
+        # made inside: grpc binds to the loop
+        return await Service(load_engine, config, metrics, read_config=read_config).run()
 
     try:
         return asyncio.run(run())
@@ -55,17 +64,33 @@ class Service:
       server: has its port once `run` has begun to listen.
     """
 
-    def __init__(self, load_engine: Callable[[], Engine], config: Config, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        load_engine: Callable[[], Engine],
+        config: Config,
+        metrics: Metrics,
+        *,
+        read_config: Callable[[], Config] | None = None,
+    ) -> None:
+        """Args are those of `serve`.
+
+        Raises:
+          ConfigError: keys or certificates are missing or wrong.
+        """
         self._load_engine = load_engine
-        self._config = config
-        self.server = Server(config, metrics)
+        self.server = Server(config, metrics, read_config=read_config)
+        self.server.door.drain = self._on_drain
+        self._grace_s = config.server.drain_timeout_s
         self._first_signal = asyncio.Event()
         self._second_signal = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()  # that nobody waits for
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
+        if self.server.door.credentials.has_sources:  # else it ends the process, as it does others
+            loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         try:
             await self.server.start()
             return await self._serve(await self._load())
@@ -76,6 +101,28 @@ class Service:
         logger.info("signal came signal=%s", signal.Signals(number).name)
         event = self._second_signal if self._first_signal.is_set() else self._first_signal
         event.set()
+
+    def _on_hangup(self) -> None:
+        logger.info("signal came signal=SIGHUP")
+        self._keep(asyncio.create_task(self._reload()))
+
+    async def _reload(self) -> None:
+        with contextlib.suppress(ConfigError):  # it is in the log
+            await asyncio.to_thread(self.server.door.credentials.reload)
+
+    def _on_drain(self, grace_s: float | None) -> None:
+        """An administrator asks; a later one can only cut short what an earlier one began."""
+        if not self._first_signal.is_set():
+            self._grace_s = self._grace_s if grace_s is None else grace_s
+            self._first_signal.set()
+            return
+        engine = self.server.door.find_engine()
+        if grace_s is not None and engine is not None:
+            self._keep(asyncio.create_task(asyncio.to_thread(engine.drain, grace_s)))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _load(self) -> Engine:
         """Returns the engine; a signal that comes before it ends the process."""
@@ -100,7 +147,7 @@ class Service:
         return 1 if engine.state is EngineState.FAILED else 0
 
     async def _drain(self, engine: Engine) -> None:
-        timeout_s = self._config.server.drain_timeout_s
+        timeout_s = self._grace_s
         logger.info("draining timeout_s=%.1f", timeout_s)
         drained = asyncio.create_task(asyncio.to_thread(engine.drain, timeout_s))
         if not await _is_first(drained, self._second_signal.wait()):

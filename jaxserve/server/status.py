@@ -58,6 +58,7 @@ TABLE: Final[Mapping[type[errors.JaxserveError], Row]] = {
     errors.UnauthenticatedError: Row("UNAUTHENTICATED", 401),
     errors.PermissionDeniedError: Row("PERMISSION_DENIED", 403),
     errors.QuotaError: Row("RESOURCE_EXHAUSTED", 429),
+    errors.ReloadError: Row("FAILED_PRECONDITION", 400),
     errors.NoChatTemplateError: Row("FAILED_PRECONDITION", 400),
     errors.QueueFullError: Row("RESOURCE_EXHAUSTED", 429),
     errors.SlowReaderError: Row("RESOURCE_EXHAUSTED", 429),

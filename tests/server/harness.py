@@ -69,7 +69,7 @@ class Running:
 
     @property
     def num_open_calls(self) -> int:
-        return self.server._edge._num_open
+        return self.server.door.open_calls.count
 
 
 @contextlib.asynccontextmanager

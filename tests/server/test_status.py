@@ -66,6 +66,7 @@ def test_reasons_are_api() -> None:
         "UnauthenticatedError": "UNAUTHENTICATED",
         "PermissionDeniedError": "PERMISSION_DENIED",
         "QuotaError": "QUOTA_EXCEEDED",
+        "ReloadError": "RELOAD_FAILED",
         "NoChatTemplateError": "NO_CHAT_TEMPLATE",
         "QueueFullError": "QUEUE_FULL",
         "SlowReaderError": "SLOW_READER",

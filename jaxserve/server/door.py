@@ -1,0 +1,79 @@
+"""What every front end shares: the engine, who may call, how many calls are open."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from jaxserve.config import Config
+from jaxserve.engine import Engine
+from jaxserve.errors import NotServingError
+from jaxserve.metrics import Metrics
+from jaxserve.server.auth import Authenticator
+from jaxserve.server.credentials import Credentials
+from jaxserve.server.open_calls import OpenCalls
+from jaxserve.server.tls import Certificates
+
+NUM_THREADS: Final = 4  # that read and tokenize long requests
+
+
+class Door:
+    """One of these for a process; each front end (gRPC, HTTP) is given it.
+
+    Attributes:
+      credentials: keys, tenants and certificates in force.
+      open_calls: of all front ends together; for the event loop they run on.
+      threads: for work that would hold up the event loop.
+      drain: begins to end the process as SIGTERM does, within a grace in seconds, or as the
+        configuration says for None; None where nobody listens.
+      started_s: when the process came up, in seconds since 1970.
+    """
+
+    def __init__(
+        self, config: Config, metrics: Metrics, *, read_config: Callable[[], Config] | None = None
+    ) -> None:
+        """Args:
+          read_config: see `Credentials`.
+
+        Raises:
+          ConfigError: keys or certificates are missing or wrong.
+        """
+        self.config = config
+        self.metrics = metrics
+        self.credentials = Credentials(config, metrics, read_config=read_config)
+        self.open_calls = OpenCalls(config.limits)
+        self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="jaxserve-text")
+        self.drain: Callable[[float | None], None] | None = None
+        self.started_s = time.time()
+        self._engine: Engine | None = None
+
+    @property
+    def authenticator(self) -> Authenticator:
+        return self.credentials.authenticator
+
+    @property
+    def certificates(self) -> Certificates | None:
+        """Those of the listeners; None where they are plaintext."""
+        return self.credentials.certificates
+
+    def attach(self, engine: Engine) -> None:
+        """Has this engine be the one that is served, within its tenants' limits."""
+        self.credentials.add_listener(engine.quotas.set_limits)
+        self._engine = engine
+
+    def find_engine(self) -> Engine | None:
+        return self._engine
+
+    def get_engine(self) -> Engine:
+        """Returns the engine, in whatever state it is.
+
+        Raises:
+          NotServingError: it is still being loaded.
+        """
+        if self._engine is None:
+            raise NotServingError("the model is loading; try again later")
+        return self._engine
+
+    def close(self) -> None:
+        """Lets the threads end when their work is done."""
+        self.threads.shutdown(wait=False)

@@ -1,0 +1,51 @@
+"""How many calls are open over all doors: their bound, and the wait for the last to end."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Final
+
+from jaxserve.config import LimitsSection
+from jaxserve.errors import QueueFullError
+
+BUSY_RETRY_S: Final = 1.0
+
+
+class OpenCalls:
+    """Counts from when a call came until it is answered. For one event loop."""
+
+    def __init__(self, limits: LimitsSection) -> None:
+        self._limit = limits.max_open_calls
+        self._count = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts a call while the block runs, one that is refused for the bound too."""
+        self._count += 1
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._count -= 1
+            if self._count == 0:
+                self._is_idle.set()
+
+    def check(self) -> None:
+        """Raises QueueFullError where the call that was just counted is one too many."""
+        if self._count > self._limit:
+            raise QueueFullError(
+                f"{self._limit} calls are open, which is the limit (limits.max_open_calls); "
+                "try again later",
+                retry_after_s=BUSY_RETRY_S,
+            )
+
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Returns when no call is open, or when the time is over."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_idle.wait(), timeout_s)
