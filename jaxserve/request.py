@@ -187,7 +187,7 @@ class Sequence:
       row: the state row owned while RUNNING.
       last_step: step_id of the last plan it was in; 0 before the first.
       num_lost: leading tokens that were computed before a preemption took their pages.
-      num_scored: leading prompt tokens after which launched steps have scored the next one.
+      num_scored: leading prompt tokens after which the next one was scored, and that is committed.
     """
 
     id: int

@@ -1,8 +1,9 @@
 """Device-free stand-ins: a runner that checks its plans, and the outputs it must give.
 
 `FakeRunner` keeps a pool of pages like the device does and "samples" a hash of the tokens that it
-reads back *through the page table*, so a wrong page, a lost write or a page reused too early
-changes the output. `expected_output` is the same function of the true tokens: the solo oracle.
+reads back *through the page table*, so a wrong page, a lost write, a page reused too early, a page
+shared too long or a copy made too late changes the output. `expected_output` is the same function
+of the true tokens: the solo oracle.
 """
 
 import collections
@@ -10,15 +11,28 @@ import dataclasses
 import threading
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
+import numpy as np
 import tokenizers
 
-from jaxserve.plan import NO_LAPS, Bucket, Chunk, Laps, RowLoad, StepLimits, StepPlan, StepResult
+from jaxserve.plan import (
+    NO_LAPS,
+    Bucket,
+    Chunk,
+    Laps,
+    RowLoad,
+    StepLimits,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenMask,
+)
 from jaxserve.request import SamplingParams
 from jaxserve.text.token_bytes import byte_alphabet
 from jaxserve.text.tokenizer import Tokenizer
+from tests.fake_logprobs import token_logprobs
 
 VOCAB_SIZE: Final = 259  # 256 bytes and three special ids
 
@@ -32,6 +46,9 @@ CHAT_TEMPLATE: Final = (
 
 Script = Callable[[tuple[int, ...], int], "int | Literal['not_finite'] | None"]
 """(prompt, output index) → the token to give, "not_finite", or None for the hash."""
+
+MaskOf = Callable[[tuple[int, ...]], TokenMask]
+"""The output so far → the mask of what may come next."""
 
 
 def build_byte_tokenizer(
@@ -69,6 +86,14 @@ def say(outputs: Mapping[tuple[int, ...] | None, Sequence[int]]) -> Script:
     return script
 
 
+def build_mask(token_ids: Iterable[int], vocab_size: int = VOCAB_SIZE) -> TokenMask:
+    """Returns the mask that allows these tokens."""
+    words = np.zeros(-(-vocab_size // 32), np.uint32)
+    for token in token_ids:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words
+
+
 def sample_token(
     tokens: Sequence[int],
     params: SamplingParams,
@@ -78,9 +103,11 @@ def sample_token(
     counted: tuple[Sequence[int], Sequence[int]] = ((), ()),
     stop_ids: Sequence[int] = (),
     choice: int = 0,
+    mask: TokenMask | None = None,
     vocab_size: int = VOCAB_SIZE,
-) -> int:
-    """Returns a token that depends on every argument the real sampler depends on.
+) -> int | None:
+    """Returns a token that depends on every argument the real sampler depends on; None where
+    nothing may be sampled.
 
     Args:
       tokens: all tokens so far, as read from the pool.
@@ -95,10 +122,11 @@ def sample_token(
         mixed = zlib.crc32(b"|" + array("q", sorted(output)).tobytes(), mixed)
     if params.logit_bias:
         mixed = zlib.crc32(repr(sorted(params.logit_bias.items())).encode(), mixed)
-    token = mixed % vocab_size
-    while output_index < params.min_tokens and token in stop_ids:
-        token = (token + 1) % vocab_size
-    return token
+    banned = stop_ids if output_index < params.min_tokens else ()
+    for token in (*range(mixed % vocab_size, vocab_size), *range(mixed % vocab_size)):
+        if token not in banned and (mask is None or mask[token // 32] >> token % 32 & 1):
+            return token
+    return None
 
 
 def expected_output(
@@ -108,10 +136,12 @@ def expected_output(
     *,
     seed: int = 0,
     stop_ids: Sequence[int] = (),
+    choice: int = 0,
+    mask_of: MaskOf | None = None,
     vocab_size: int = VOCAB_SIZE,
     script: Script | None = None,
 ) -> list[int]:
-    """Returns the first n tokens that a request alone must get, ends not considered."""
+    """Returns the first n tokens that a choice alone must get, ends not considered."""
     prompt = tuple(prompt)
     output: list[int] = []
     for index in range(n):
@@ -126,8 +156,11 @@ def expected_output(
             output_index=index,
             counted=(prompt, output),
             stop_ids=stop_ids,
+            choice=choice,
+            mask=mask_of(tuple(output)) if mask_of else None,
             vocab_size=vocab_size,
         )
+        assert token is not None, f"nothing is allowed after {output}"
         output.append(token)
     return output
 
@@ -138,43 +171,61 @@ class FakeRow:
 
     Attributes:
       mark: unique for each load, so that a cell written by anyone else is seen.
+      marks: whose each written cell must be: the first choice's, in the prompt of a forked one.
     """
 
     load: RowLoad
     mark: int
     table: list[int]
-    num_written: int = 0
+    marks: list[int] = dataclasses.field(default_factory=list)
     last_token: int | None = None
     output: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_written(self) -> int:
+        return len(self.marks)
 
 
 class FakeInFlight:
     """A launched step of the fake: already computed, its result not yet read."""
 
-    def __init__(
-        self, runner: "FakeRunner", plan: StepPlan, result: StepResult, *, laps: Laps
-    ) -> None:
+    def __init__(self, runner: "FakeRunner", plan: StepPlan, *, bucket: Bucket, laps: Laps) -> None:
         self.plan = plan
         self._runner = runner
+        self._bucket = bucket
         self._laps = laps
         self._is_read = False
-        self._result: StepResult | None = result
+        self.has_output = False
+        self.token_ids: dict[int, int] = {}
+        self.not_finite: set[int] = set()
+        self.logprobs: dict[int, TokenLogprobs] = {}
+        self.prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         self.writes: list[tuple[int, int, tuple[int, int, int]]] = []
 
     def is_ready(self) -> bool:
         return self._is_read
 
+    def launch_output(self, masks: Mapping[int, TokenMask]) -> None:
+        _require(self.plan.needs_masks, f"step {self.plan.step_id} needs no masks")
+        _require(not self.has_output, f"step {self.plan.step_id}: the output is launched already")
+        self._runner.sample(self, masks)
+
     def result(self) -> StepResult:
         """Its time, in which tests move their clocks, is that of waiting for the device."""
         self._runner.gate.wait()
-        result, self._result = self._result, None
-        if result is None:
-            raise PlanError(f"step {self.plan.step_id}: result() was called twice")
+        _require(not self._is_read, f"step {self.plan.step_id}: result() was called twice")
+        _require(self.has_output, f"step {self.plan.step_id} still waits for its masks")
         self._runner.retire(self)
         self._is_read = True
         self._laps.lap("wait")
         self._laps.lap("readback")
-        return result
+        return StepResult(
+            token_ids=self.token_ids,
+            not_finite=frozenset(self.not_finite),
+            bucket=self._bucket,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
 
 
 class FakeRunner:
@@ -218,44 +269,49 @@ class FakeRunner:
         self.num_steps = 0
         self._last_step_id: int | None = None
         self._pool = [[(-1, -1, -1)] * page_size for _ in range(num_pages)]
-        self._page_owner: dict[int, int] = {}
+        self._page_owners: dict[int, set[int]] = {}
         self._rows: dict[int, FakeRow] = {}
         self._num_loads = 0
         self._in_flight: list[FakeInFlight] = []
+        self._taken: set[int] = set()  # pages that became somebody's with the last plan
 
     def launch(self, plan: StepPlan, laps: Laps = NO_LAPS) -> FakeInFlight:
         if self.on_launch:
             self.on_launch(plan)
         self._check_shape(plan)
-        self._load_rows(plan)
-        for copy in plan.copies:
-            self._pool[copy.target] = list(self._pool[copy.source])
+        _require(
+            all(step.has_output for step in self._in_flight),
+            "a step before this one still waits for its masks",
+        )
+        self._taken.clear()
+        forks = {fork.sequence_id for chunk in plan.chunks for fork in chunk.forks}
+        self._load_rows(plan, forks)
         for chunk in plan.chunks:
             self._grow_table(chunk)
-        token_ids: dict[int, int] = {}
-        not_finite: set[int] = set()
-        in_flight = FakeInFlight(
-            self, plan, StepResult(
-                token_ids=token_ids,
-                not_finite=frozenset(),
-                bucket=self._bucket(plan),
-            ),
-            laps=laps,
-        )  # fmt: skip
+        in_flight = FakeInFlight(self, plan, bucket=self._bucket(plan), laps=laps)
+        self._copy_pages(plan, in_flight)
         for chunk in plan.chunks:
             self._write(chunk, in_flight)
         for chunk in plan.chunks:
-            if chunk.samples:
-                self._sample(chunk, token_ids, not_finite)
-        if not_finite and in_flight._result:
-            in_flight._result = dataclasses.replace(
-                in_flight._result, not_finite=frozenset(not_finite)
-            )
+            self._fork_rows(chunk, plan)
+            self._score(chunk, in_flight)
+        if not plan.needs_masks:
+            self.sample(in_flight, {})
         self._in_flight.append(in_flight)
         self.plans.append(plan)
         self.num_steps += 1
         laps.lap("dispatch")
         return in_flight
+
+    def sample(self, step: FakeInFlight, masks: Mapping[int, TokenMask]) -> None:
+        """The output program; called by the step where there are masks."""
+        for chunk in step.plan.chunks:
+            if not chunk.samples:
+                continue
+            tokens = self._read_back(self._rows[chunk.row])  # the forks' hidden state too
+            for row in (chunk.row, *(fork.row for fork in chunk.forks)):
+                self._sample(chunk, self._rows[row], tokens, step=step, masks=masks)
+        step.has_output = True
 
     def retire(self, step: FakeInFlight) -> None:
         """Called by `FakeInFlight.result`."""
@@ -283,14 +339,19 @@ class FakeRunner:
         _require(len(lens) <= limits.max_seqs, f"{len(lens)} sequences")
         rounded = self._bucket(plan).chunk_tokens
         _require(rounded <= limits.max_chunk_tokens, f"{rounded} tile-rounded chunk tokens")
-        ids = [chunk.sequence_id for chunk in plan.chunks]
+        forks = [fork for chunk in plan.chunks for fork in chunk.forks]
+        ids = [chunk.sequence_id for chunk in plan.chunks] + [fork.sequence_id for fork in forks]
         _require(len(set(ids)) == len(ids), "a sequence is in a plan once")
-        rows = [chunk.row for chunk in plan.chunks]
+        rows = [chunk.row for chunk in plan.chunks] + [fork.row for fork in forks]
         _require(len(set(rows)) == len(rows), "a row is in a plan once")
         loaded = {load.sequence_id for load in plan.row_loads}
         _require(loaded <= set(ids), "a loaded row computes in the same step")
         kept = (set(plan.preempted) & set(ids)) - loaded
         _require(not kept, f"sequences {kept} lost their rows and run without a load")
+        not_loaded = {fork.sequence_id for fork in forks} - loaded
+        _require(not not_loaded, f"forks {not_loaded} have no row load")
+        for chunk in plan.chunks:
+            _check_chunk(chunk)
 
     def _bucket(self, plan: StepPlan) -> Bucket:
         tile = self.limits.chunk_tile
@@ -301,26 +362,62 @@ class FakeRunner:
             chunk_tokens=sum(-(-n // tile) * tile for n in longer),
         )
 
-    def _load_rows(self, plan: StepPlan) -> None:
+    def _load_rows(self, plan: StepPlan, forks: set[int]) -> None:
         for sequence_id in plan.preempted:
             for row in [r for r, s in self._rows.items() if s.load.sequence_id == sequence_id]:
                 del self._rows[row]
         for load in plan.row_loads:
             _require(0 <= load.row < self.limits.max_seqs, f"row {load.row}")
-            self._take_pages(load.sequence_id, load.pages)
-            self._num_loads += 1
-            self._rows[load.row] = FakeRow(
-                load=load, mark=self._num_loads, table=list(load.pages), output=list(load.output)
-            )
+            if load.sequence_id not in forks:
+                self._take_pages(load.sequence_id, load.pages)
+                self._load_row(load)
+
+    def _load_row(self, load: RowLoad) -> FakeRow:
+        _require(len(set(load.pages)) == len(load.pages), f"a page twice in {load.pages}")
+        self._num_loads += 1
+        row = self._rows[load.row] = FakeRow(
+            load=load, mark=self._num_loads, table=list(load.pages), output=list(load.output)
+        )
+        return row
+
+    def _fork_rows(self, chunk: Chunk, plan: StepPlan) -> None:
+        """A fork begins with the pages of the prompt, the first choice's, and any of its own."""
+        first = self._rows[chunk.row]
+        num_shared = -(-chunk.prompt_len // self.page_size)
+        for fork in chunk.forks:
+            load = next(load for load in plan.row_loads if load.sequence_id == fork.sequence_id)
+            _require(load.row == fork.row, f"fork {fork} is loaded into row {load.row}")
+            name, shared = f"fork {fork.sequence_id}", list(load.pages[:num_shared])
+            _require(shared == first.table[:num_shared], f"{name} begins with pages {shared}")
+            self._take_pages(fork.sequence_id, load.pages[num_shared:])
+            for page in shared:
+                self._page_owners[page].add(fork.sequence_id)
+            self._load_row(load).marks = list(first.marks)
+
+    def _copy_pages(self, plan: StepPlan, step: FakeInFlight) -> None:
+        num_tokens = {  # that the target keeps; after them it is written by its owner
+            page: chunk.start - index * self.page_size
+            for chunk in plan.chunks
+            for index, page in enumerate(chunk.new_pages, chunk.num_pages_before)
+        }
+        copied = [(copy, list(self._pool[copy.source])) for copy in plan.copies]
+        for copy, cells in copied:
+            _require(copy.target in num_tokens, f"{copy} is to a page that is new to nobody")
+            _require(copy.source not in self._taken, f"{copy} is from a page given to another")
+            self._pool[copy.target] = cells
+            kept = cells[: num_tokens[copy.target]]
+            step.writes += [(copy.target, place, cell) for place, cell in enumerate(kept)]
 
     def _take_pages(self, sequence_id: int, pages: Sequence[int]) -> None:
-        """A page must be real, and no step on the "device" may still write it."""
-        busy = {page for step in self._in_flight for page, _, _ in step.writes}
+        """A page must be real, and no step on the "device" may still use it."""
+        written = {page for step in self._in_flight for page, _, _ in step.writes}
+        read = {copy.source for step in self._in_flight for copy in step.plan.copies}
         for page in pages:
             _require(0 < page < self.num_pages, f"page {page} of sequence {sequence_id}")
-            _require(page not in busy, f"page {page} is still written by a step in flight")
-            self._page_owner[page] = sequence_id
-        _require(len(set(pages)) == len(pages), f"a page twice in sequence {sequence_id}")
+            _require(page not in written, f"page {page} is still written by a step in flight")
+            _require(page not in read, f"page {page} is still copied by a step in flight")
+            self._page_owners[page] = {sequence_id}
+            self._taken.add(page)
 
     def _grow_table(self, chunk: Chunk) -> None:
         row = self._rows.get(chunk.row)
@@ -328,17 +425,19 @@ class FakeRunner:
         if row is None or row.load.sequence_id != chunk.sequence_id:
             raise PlanError(f"{name} does not own row {chunk.row}")
         if chunk.new_pages:
-            before = chunk.num_pages_before
-            _require(before == len(row.table), f"{name} has {len(row.table)} pages, not {before}")
+            before, num_new = chunk.num_pages_before, len(chunk.new_pages)
+            _require(before <= len(row.table), f"{name} has {len(row.table)} pages, not {before}")
             self._take_pages(chunk.sequence_id, chunk.new_pages)
-            row.table.extend(chunk.new_pages)
+            row.table[before : before + num_new] = chunk.new_pages
+            _require(len(set(row.table)) == len(row.table), f"{name} has a page twice")
         wanted = f"{name} has {row.num_written} tokens written, chunk starts at {chunk.start}"
         _require(chunk.start == row.num_written, wanted)
         end = chunk.start + chunk.num_tokens
         _require(end <= len(row.table) * self.page_size, f"{name} has no page for {end} tokens")
         for page in row.table:
-            owner = self._page_owner[page]
-            _require(owner == chunk.sequence_id, f"{name} uses page {page} of sequence {owner}")
+            owners = self._page_owners[page]
+            whose = ", ".join(map(str, sorted(owners)))
+            _require(chunk.sequence_id in owners, f"{name} uses page {page} of sequence {whose}")
 
     def _write(self, chunk: Chunk, step: FakeInFlight) -> None:
         row = self._rows[chunk.row]
@@ -355,34 +454,59 @@ class FakeRunner:
             cell = (token, position, row.mark)
             self._pool[page][place] = cell
             step.writes.append((page, place, cell))
-        row.num_written += chunk.num_tokens
+            row.marks += [row.mark] * chunk.num_tokens
 
-    def _sample(self, chunk: Chunk, token_ids: dict[int, int], not_finite: set[int]) -> None:
-        row = self._rows[chunk.row]
-        tokens = self._read_back(row)
-        prompt_len = len(tokens) - chunk.output_index
-        _require(prompt_len >= 1, f"output_index {chunk.output_index} of {len(tokens)} tokens")
-        forced: int | str | None = None
-        if self.script:
-            forced = self.script(tuple(tokens[:prompt_len]), chunk.output_index)
-        if forced == "not_finite":
-            not_finite.add(chunk.sequence_id)
-        if isinstance(forced, int):
-            token = forced
-        else:
-            token = sample_token(
-                tokens,
-                row.load.sampling,
-                seed=row.load.seed,
-                choice=row.load.choice,
-                output_index=chunk.output_index,
-                counted=(row.load.prompt, row.output),
-                stop_ids=row.load.stop_ids,
+    def _score(self, chunk: Chunk, step: FakeInFlight) -> None:
+        if chunk.scoring is None:
+            return
+        tokens = self._read_back(self._rows[chunk.row])
+        step.prompt_logprobs[chunk.sequence_id] = tuple(
+            token_logprobs(
+                tokens[: position + 1],
+                target,
+                num_top=chunk.scoring.num_top,
                 vocab_size=self.vocab_size,
             )
+            for position, target in enumerate(chunk.scoring.targets, chunk.scoring.first)
+        )
+
+    def _sample(
+        self,
+        chunk: Chunk,
+        row: FakeRow,
+        tokens: list[int],
+        *,
+        step: FakeInFlight,
+        masks: Mapping[int, TokenMask],
+    ) -> None:
+        load, sequence_id = row.load, row.load.sequence_id
+        prompt_len = len(tokens) - chunk.output_index
+        _require(prompt_len >= 1, f"output_index {chunk.output_index} of {len(tokens)} tokens")
+        token: int | str | None = None
+        if self.script:
+            token = self.script(tuple(tokens[:prompt_len]), chunk.output_index)
+        if token is None:
+            token = sample_token(
+                tokens,
+                load.sampling,
+                seed=load.seed,
+                choice=load.choice,
+                output_index=chunk.output_index,
+                counted=(load.prompt, row.output),
+                stop_ids=load.stop_ids,
+                mask=masks.get(sequence_id) if chunk.is_masked else None,
+                vocab_size=self.vocab_size,
+            )
+        if not isinstance(token, int):
+            step.not_finite.add(sequence_id)
+            token = 0
         row.last_token = token
         row.output.append(token)
-        token_ids[chunk.sequence_id] = token
+        step.token_ids[sequence_id] = token
+        if chunk.num_top is not None:
+            step.logprobs[sequence_id] = token_logprobs(
+                tokens, token, num_top=chunk.num_top, vocab_size=self.vocab_size
+            )
 
     def _read_back(self, row: FakeRow) -> list[int]:
         """The sequence's tokens as attention would see them; a foreign cell reads as −2."""
@@ -390,8 +514,27 @@ class FakeRunner:
         for position in range(row.num_written):
             page = self._pool[row.table[position // self.page_size]]
             token, written_at, mark = page[position % self.page_size]
-            tokens.append(token if (written_at, mark) == (position, row.mark) else -2)
+            tokens.append(token if (written_at, mark) == (position, row.marks[position]) else -2)
         return tokens
+
+
+def _check_chunk(chunk: Chunk) -> None:
+    """What a chunk says of itself agrees."""
+    end = chunk.start + chunk.num_tokens
+    if chunk.forks:
+        is_prompt_end = chunk.samples and end == chunk.prompt_len and chunk.output_index == 0
+        _require(is_prompt_end, "choices are forked where the prompt ends and is sampled from")
+    for what in ("is_masked", "num_top"):
+        _require(chunk.samples or not getattr(chunk, what), f"{what} of a chunk without a sample")
+    scoring = chunk.scoring
+    if scoring is None:
+        return
+    last = scoring.first + len(scoring.targets)
+    _require(chunk.start <= scoring.first < last <= end, f"{scoring} is outside of the chunk")
+    _require(last < chunk.prompt_len, f"{scoring} ends behind the prompt of {chunk.prompt_len}")
+    known = (chunk.token_ids or ())[scoring.first + 1 - chunk.start :]
+    pairs = zip(known, scoring.targets, strict=False)
+    _require(all(a == b for a, b in pairs), "the targets are the prompt's next tokens")
 
 
 def _require(condition: bool, what: str) -> None:

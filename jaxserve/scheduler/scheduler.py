@@ -1,7 +1,7 @@
 """Requests from the queue to their end: what a step is to do, and what came of it."""
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Literal
 
 from jaxserve.config import SchedulerSection
@@ -24,9 +24,9 @@ class Update:
         nothing was sampled.
       finish: why the choice ends with this; the engine then gives it to `Scheduler.end`.
       logprobs: the token's, where they were asked for.
-      prompt_logprobs: of the prompt's next tokens, in order: those of all updates together are the
-        prompt's from its second token on. They come with choice 0, before its first token or with
-        it, and never again after a preemption.
+      prompt_logprobs: of the prompt's next tokens, in order: those of a request's updates together
+        are the prompt's from its second token on. They come once, a preemption or not, before its
+        first token or with it.
     """
 
     sequence: Sequence
@@ -133,7 +133,7 @@ class Scheduler:
             raise InvalidRequestError(
                 f"n is {num_choices}, but {self._running.num_rows} sequences run at once; lower n "
                 "to that",
-                field="n",
+                field="sampling.n",
             )
         num_full = prompt_len // self._pool.page_size
         num_pages = num_full + num_choices * (self._pool.pages_for(total) - num_full)
@@ -141,7 +141,7 @@ class Scheduler:
             raise InvalidRequestError(
                 f"n is {num_choices}, which takes {num_pages} KV pages of {self._pool.num_usable} "
                 "as kv.reserve is max_length; lower n or max_tokens",
-                field="n",
+                field="sampling.n",
             )
 
     def add(self, request: Request) -> None:
@@ -226,15 +226,22 @@ class Scheduler:
         updates: list[Update] = []
         num_surplus = num_useful = 0
         for chunk in plan.chunks:
-            sampled = [fork.sequence_id for fork in chunk.forks]
+            ids = (chunk.sequence_id, *(fork.sequence_id for fork in chunk.forks))
+            live = [self._live[id_] for id_ in ids if id_ in self._live]
+            num_useful += bool(live)
             if chunk.samples:
-                sampled.insert(0, chunk.sequence_id)
-            live = [self._live[id_] for id_ in sampled if id_ in self._live]
-            num_surplus += len(sampled) - len(live)
-            num_useful += bool(live) or chunk.sequence_id in self._live
-            updates += [self._settle(sequence, result, stopped) for sequence in live]
-            if not chunk.samples and chunk.sequence_id in self._live:
-                updates += self._settle_prompt(chunk, result)
+                num_surplus += len(ids) - len(live)
+                new = [self._settle(sequence, result, stopped) for sequence in live]
+            else:
+                new = [
+                    update for sequence in live for update in self._settle_prompt(sequence, chunk)
+                ]
+            if chunk.scoring and live:
+                scores = tuple(result.prompt_logprobs[chunk.sequence_id])
+                live[0].num_scored = chunk.scoring.first + len(scores)
+                new = new or [Update(sequence=live[0])]
+                new[0].prompt_logprobs = scores
+            updates += new
         self._metrics.useful_rows.inc(num_useful)
         if num_surplus:
             self._metrics.surplus_tokens.inc(num_surplus)
@@ -277,10 +284,9 @@ class Scheduler:
     def _settle(self, sequence: Sequence, result: StepResult, stopped: Collection[int]) -> Update:
         """Appends the sampled token and decides whether the sequence ends with it."""
         sequence.num_in_flight -= 1
-        prompt_logprobs = tuple(result.prompt_logprobs.get(sequence.id, ()))
         if sequence.id in result.not_finite:
             self._ended.add(sequence.id)
-            return Update(sequence=sequence, not_finite=True, prompt_logprobs=prompt_logprobs)
+            return Update(sequence=sequence, not_finite=True)
         request = sequence.request
         token_id = result.token_ids[sequence.id]
         finish = None
@@ -299,19 +305,13 @@ class Scheduler:
             token_id=token_id,
             finish=finish,
             logprobs=result.logprobs.get(sequence.id),
-            prompt_logprobs=prompt_logprobs,
         )
 
-    def _settle_prompt(self, chunk: Chunk, result: StepResult) -> Iterator[Update]:
-        """Yields what a chunk brought that sampled nothing: scores of the prompt, and the end of a
-        request that wants no more."""
-        sequence = self._live[chunk.sequence_id]
-        request, scores = sequence.request, result.prompt_logprobs.get(sequence.id, ())
-        is_done = not request.max_tokens and chunk.start + chunk.num_tokens == sequence.num_tokens
-        finish = FinishReason.MAX_TOKENS if is_done else None
-        if scores or is_done:
-            yield Update(sequence=sequence, finish=finish, prompt_logprobs=tuple(scores))
-        if is_done:
-            ended = [s for s in request.sequences if s.id in self._live]
-            self._ended.update(s.id for s in ended)
-            yield from (Update(sequence=s, finish=finish) for s in ended if s is not sequence)
+    def _settle_prompt(self, sequence: Sequence, chunk: Chunk) -> list[Update]:
+        """Ends a request that wants its prompt scored and no more, after the last chunk of it."""
+        request = sequence.request
+        if request.max_tokens or chunk.start + chunk.num_tokens < sequence.num_tokens:
+            return []
+        ended = [other for other in request.sequences if other.id in self._live]
+        self._ended.update(other.id for other in ended)
+        return [Update(sequence=other, finish=FinishReason.MAX_TOKENS) for other in ended]

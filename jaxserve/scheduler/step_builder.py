@@ -106,8 +106,6 @@ class StepBuilder:
             self.num_recomputed += min(end, sequence.num_lost) - start
         sequence.num_computed = end
         sequence.num_in_flight += samples
-        if chunk.scoring:
-            sequence.num_scored = chunk.scoring.first + len(chunk.scoring.targets)
 
     def copy_page(self, source: int, target: int) -> None:
         """Plans a copy that is made before this step writes anything."""
@@ -168,9 +166,10 @@ def _fork(sequence: Sequence) -> Fork:
 
 
 def _score(sequence: Sequence, start: int, end: int) -> PromptScoring | None:
-    """Returns what a chunk is to score: the prompt's tokens after those in it, each only once."""
+    """Returns what a chunk is to score: the prompt's tokens after those in it, where they have not
+    been before a preemption."""
     num_top = sequence.request.sampling.prompt_logprobs
-    if num_top is None or sequence.choice:
+    if num_top is None:
         return None
     prompt = sequence.request.prompt
     first, last = max(start, sequence.num_scored), min(end, len(prompt) - 1)

@@ -1,20 +1,24 @@
 """Drives a scheduler and a `FakeRunner` as the engine does, one point at a time, and checks both.
 
 After every point: no page or row is lost or twice, and nobody was admitted past an elder. At the
-end of each request: its tokens are those it would get alone, and it has ended once.
+end of each choice: its tokens are those it would get alone, it has ended once, and all it asked to
+be told of tokens and prompt is right.
 """
 
 import collections
+import zlib
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Literal
 
 from jaxserve.config import SchedulerSection
 from jaxserve.metrics import Metrics
-from jaxserve.plan import StepLimits, StepPlan, StepResult
-from jaxserve.request import FinishReason, Request, SamplingParams, SequenceState
+from jaxserve.plan import StepLimits, StepPlan, StepResult, TokenLogprobs, TokenMask
+from jaxserve.request import FinishReason, Request, SamplingParams, Sequence, SequenceState
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.scheduler import Scheduler, Update
-from tests.fakes import FakeInFlight, FakeRunner, Script, expected_output
+from tests.fake_logprobs import expected_logprobs, expected_prompt_logprobs
+from tests.fakes import FakeInFlight, FakeRunner, Script, build_mask, expected_output
 
 GREEDY = SamplingParams(temperature=0.0)
 NO_STOPS: dict[int, FinishReason] = {}
@@ -27,8 +31,11 @@ class Loop:
     """The small engine E0: pages of 4, 12 of them usable, 10 tokens a step, chunks of 5, 4 rows.
 
     Attributes:
-      outputs: the tokens delivered to each request.
-      outcomes: how each request ended.
+      outputs: the tokens delivered to each request's first choice.
+      choices: to all of its choices.
+      outcomes: how each request ended: its last choice, or all of it at once.
+      ends: how each choice ended by itself.
+      prompt_logprobs: what each request was told of its prompt.
     """
 
     def __init__(
@@ -87,9 +94,14 @@ class Loop:
         self.script = script
         self.now_s = 0.0
         self.outputs: dict[Request, list[int]] = {}
+        self.choices: dict[Request, list[list[int]]] = {}
         self.outcomes: dict[Request, Outcome] = {}
+        self.ends: dict[Sequence, Outcome] = {}
+        self.logprobs: dict[Sequence, list[TokenLogprobs]] = collections.defaultdict(list)
+        self.prompt_logprobs: dict[Request, list[TokenLogprobs]] = collections.defaultdict(list)
         self.live: list[Request] = []
-        self.stops_at: dict[Request, int] = {}  # output length at which a stop string matches
+        # output length at which a stop string matches, one more with each choice
+        self.stops_at: dict[Request, int] = {}
         self.plans: list[StepPlan] = []
         self.num_steps = 0
         self._num_uncommitted = 0
@@ -108,12 +120,13 @@ class Loop:
         priority: int = 0,
         deadline_s: float | None = None,
         queue_deadline_s: float | None = None,
+        is_masked: bool = False,
     ) -> Request:
         """Submits a request; an int prompt is that many tokens, different for each request."""
         if isinstance(prompt, int):
             first = len(self.outputs)
             prompt = tuple((first + 3 * i) % self.vocab_size for i in range(prompt))
-        self.scheduler.check_fits(len(prompt), max_tokens)
+        self.scheduler.check_fits(len(prompt), max_tokens, sampling.num_choices)
         request = Request(
             id=f"r{len(self.outputs)}",
             prompt=prompt,
@@ -126,19 +139,36 @@ class Loop:
             priority=priority,
             deadline_s=deadline_s,
             queue_deadline_s=queue_deadline_s,
+            is_masked=is_masked,
         )
         self.scheduler.add(request)
-        self.outputs[request] = []
+        self.choices[request] = [[] for _ in request.sequences]
+        self.outputs[request] = self.choices[request][0]
         self.live.append(request)
         return request
 
     def finish(self, request: Request, outcome: Outcome) -> None:
+        """Ends what is left of a request."""
         assert request not in self.outcomes, f"{request.id} ends twice"
         self.outcomes[request] = outcome
         self.live.remove(request)
         self.scheduler.finish(request)
         self.scheduler.finish(request)  # a second time changes nothing
-        self._check_output(request, outcome)
+        for sequence in request.sequences:
+            if sequence not in self.ends:
+                self._check_output(sequence, outcome)
+        self._check_prompt_logprobs(request, outcome)
+
+    def end(self, sequence: Sequence, outcome: Outcome) -> None:
+        """Ends one choice; its request too, if it was the last."""
+        assert sequence not in self.ends, f"sequence {sequence.id} ends twice"
+        self.ends[sequence] = outcome
+        self.scheduler.end(sequence)
+        self.scheduler.end(sequence)
+        self._check_output(sequence, outcome)
+        request = sequence.request
+        if all(other in self.ends for other in request.sequences):
+            self.finish(request, outcome)
 
     def abort(self, request: Request) -> None:
         """What a client's cancel does, at whatever point; nothing once the request has ended."""
@@ -149,7 +179,7 @@ class Loop:
         """Ends what is late, as the engine does before each step."""
         expired = self.scheduler.expired(self.now_s)
         for request in expired:
-            if not self.outputs[request]:
+            if not any(self.choices[request]):
                 self.finish(request, "late")
             else:
                 self.finish(request, FinishReason.DEADLINE)
@@ -191,11 +221,35 @@ class Loop:
         self.scheduler.preempt(request)
 
     def is_running(self, request: Request) -> bool:
-        return request.sequences[0].state is SequenceState.RUNNING
+        return any(s.state is SequenceState.RUNNING for s in request.sequences)
 
     def _must_retire(self) -> bool:
-        is_full = len(self._in_flight) >= self.depth
-        return bool(self._in_flight) and (is_full or not self._has_work)
+        num_in_flight = len(self._in_flight)
+        is_full = num_in_flight >= (2 if self._waits_for_masks() else self.depth)
+        return num_in_flight > 0 and (is_full or not self._has_work)
+
+    def _waits_for_masks(self) -> bool:
+        if not self._in_flight:
+            return False
+        plan, step = self._in_flight[-1]
+        return plan.needs_masks and not step.has_output
+
+    def _build_masks(self, plan: StepPlan) -> dict[int, TokenMask]:
+        masks = {}
+        for chunk in plan.chunks:
+            ids = (chunk.sequence_id, *(fork.sequence_id for fork in chunk.forks))
+            for request in self.live if chunk.is_masked else ():
+                for sequence in request.sequences:
+                    if sequence.id in ids:
+                        output = self.choices[request][sequence.choice]
+                        masks[sequence.id] = self._mask_of(tuple(output))
+        return masks
+
+    def _mask_of(self, output: tuple[int, ...]) -> TokenMask:
+        """Allows a third of the tokens, others after each output, and those that may end it."""
+        shift = zlib.crc32(array("q", output).tobytes())
+        allowed = [t for t in range(self.vocab_size) if (t + shift) % 3 == 0 or t < 3]
+        return build_mask(allowed, self.vocab_size)
 
     def _run(self) -> Iterator[Point]:
         while True:
@@ -210,67 +264,117 @@ class Loop:
                 self.num_steps += 1
                 self._in_flight.append((plan, self.runner.launch(plan)))
             yield "launched"
+            if self._waits_for_masks():  # its output goes behind all that is before it
+                while len(self._in_flight) > 1:
+                    yield from self._retire()
+                masked, step = self._in_flight[-1]
+                step.launch_output(self._build_masks(masked))
             if self._must_retire():
-                launched, in_flight = self._in_flight.popleft()
-                result = in_flight.result()
-                yield "read"
-                stopped = self._match_stops(result)
-                for update in self.scheduler.commit(launched, result, stopped):
-                    self._deliver(update)
-                self._num_uncommitted -= 1
-                yield "committed"
+                yield from self._retire()
+
+    def _retire(self) -> Iterator[Point]:
+        launched, in_flight = self._in_flight.popleft()
+        result = in_flight.result()
+        yield "read"
+        stopped = self._match_stops(result)
+        for update in self.scheduler.commit(launched, result, stopped):
+            self._deliver(update)
+        self._num_uncommitted -= 1
+        yield "committed"
 
     def _check_plan(self, plan: StepPlan) -> None:
         if not plan.has_work and not self._in_flight:
             assert not self.scheduler.has_unfinished, f"nothing planned for {self.live}"
         assert plan.retire_first is None or (self._in_flight and not plan.has_work)
-        waiting = [(-r.priority, r.sequences[0].id) for r in self.live if not self.is_running(r)]
-        loaded = {load.sequence_id for load in plan.row_loads}
-        for request in self.live:
-            order = (-request.priority, request.sequences[0].id)
-            if order[1] in loaded:
-                assert all(order < other for other in waiting), f"{request.id} overtook another"
+        sequences = [s for request in self.live for s in request.sequences]
+        forks = {fork.sequence_id for chunk in plan.chunks for fork in chunk.forks}
+        admitted = {load.sequence_id for load in plan.row_loads} - forks
+        waiting = [(-s.request.priority, s.id) for s in sequences if _is_waiting(s)]
+        for sequence in sequences:
+            order = (-sequence.request.priority, sequence.id)
+            if sequence.id in admitted:
+                assert all(order < other for other in waiting), f"{sequence.id} overtook another"
 
     def _match_stops(self, result: StepResult) -> set[int]:
         return {
-            request.sequences[0].id
+            sequence.id
             for request in self.live
-            if request.sequences[0].id in result.token_ids
-            and len(self.outputs[request]) + 1 == self.stops_at.get(request)
+            for sequence in request.sequences
+            if sequence.id in result.token_ids
+            and len(self.choices[request][sequence.choice]) + 1 == self._stop_of(sequence)
         }
 
+    def _stop_of(self, sequence: Sequence) -> int | None:
+        stops_at = self.stops_at.get(sequence.request)
+        return None if stops_at is None else stops_at + sequence.choice
+
     def _deliver(self, update: Update) -> None:
-        request = update.sequence.request
+        sequence, request = update.sequence, update.sequence.request
+        if sequence.state is SequenceState.FINISHED:
+            return  # with its request, by an update before this one
+        self.prompt_logprobs[request] += update.prompt_logprobs
         if update.not_finite:
             self.finish(request, "not_finite")
             return
-        assert update.token_id is not None
-        self.outputs[request].append(update.token_id)
+        if update.token_id is not None:
+            self.choices[request][sequence.choice].append(update.token_id)
+        if update.logprobs:
+            self.logprobs[sequence].append(update.logprobs)
         if update.finish:
-            self.finish(request, update.finish)
+            self.end(sequence, update.finish)
 
-    def _check_output(self, request: Request, outcome: Outcome) -> None:
-        output = self.outputs[request]
+    def _check_output(self, sequence: Sequence, outcome: Outcome) -> None:
+        request = sequence.request
+        output = self.choices[request][sequence.choice]
         alone = expected_output(
             request.prompt,
             request.sampling,
             len(output),
             seed=request.seed,
             stop_ids=tuple(request.stop_ids),
+            choice=sequence.choice,
+            mask_of=self._mask_of if request.is_masked else None,
             vocab_size=self.vocab_size,
             script=self.script,
         )
-        assert output == alone, f"{request.id} got {output}, alone it gets {alone}"
+        name = f"{request.id}, choice {sequence.choice}"
+        assert output == alone, f"{name} got {output}, alone it gets {alone}"
+        self._check_logprobs(sequence, output)
         min_tokens = request.sampling.min_tokens
         ends = [i for i, t in enumerate(output) if t in request.stop_ids and i >= min_tokens]
         if ends:
-            assert ends == [len(output) - 1], f"{request.id} went on after its end token"
+            assert ends == [len(output) - 1], f"{name} went on after its end token"
             assert outcome is request.stop_ids[output[-1]]
-        elif self.stops_at.get(request) == len(output):
+        elif self._stop_of(sequence) == len(output):
             assert outcome is FinishReason.STOP
-        elif len(output) == request.max_tokens:
+        elif len(output) == request.max_tokens and sequence in self.ends:
             assert outcome is FinishReason.MAX_TOKENS
         else:
             assert outcome not in (FinishReason.MAX_TOKENS, FinishReason.EOS, FinishReason.STOP)
         if outcome == "late" and request.deadline_s is None:
             assert request.sequences[0].last_step == 0, "a prefill was spent on a late request"
+
+    def _check_logprobs(self, sequence: Sequence, output: list[int]) -> None:
+        request, num_top = sequence.request, sequence.request.sampling.logprobs
+        wanted: list[TokenLogprobs] = []
+        if num_top is not None:
+            wanted = expected_logprobs(
+                request.prompt, output, num_top=num_top, vocab_size=self.vocab_size
+            )
+        assert self.logprobs[sequence] == wanted, f"{request.id} was told wrong log-probabilities"
+
+    def _check_prompt_logprobs(self, request: Request, outcome: Outcome) -> None:
+        num_top, told = request.sampling.prompt_logprobs, self.prompt_logprobs[request]
+        wanted: list[TokenLogprobs] = []
+        if num_top is not None:
+            wanted = expected_prompt_logprobs(
+                request.prompt, num_top=num_top, vocab_size=self.vocab_size
+            )
+        is_whole = self.outputs[request] or outcome is FinishReason.MAX_TOKENS
+        if not is_whole:  # it ended before its prompt was computed
+            wanted = wanted[: len(told)]
+        assert told == wanted, f"{request.id} was told wrong log-probabilities of its prompt"
+
+
+def _is_waiting(sequence: Sequence) -> bool:
+    return sequence.state is SequenceState.WAITING
