@@ -217,6 +217,9 @@ class LimitsSection(Section):
     max_open_calls: int = pydantic.Field(
         1024, ge=1, description="Calls open at once over all connections, gRPC and HTTP together."
     )
+    max_connections: int = pydantic.Field(
+        4096, ge=1, description="Connections of clients to a front end at once; more are closed."
+    )
 
 
 class ServerSection(Section):
