@@ -16,6 +16,7 @@ from jaxserve.cli import (
     convert,
     generate,
     info,
+    keys,
     report,
     serve,
     trace,
@@ -55,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_parser(commands)
     batch.add_parser(commands)
     serve.add_parser(commands)
+    keys.add_parser(commands)
     convert.add_parser(commands)
     config.add_parser(commands)
     buckets.add_parser(commands)

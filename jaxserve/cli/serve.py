@@ -72,6 +72,6 @@ def run(options: argparse.Namespace) -> int:
             trace(engine)
             return engine
 
-        code = serve(load, config, metrics)
+        code = serve(load, config, metrics, read_config=lambda: read_config(options).config)
     has_failed = code != 0
     return exit_codes.INTERNAL if has_failed else exit_codes.OK
