@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
-    from jaxserve.request import SamplingParams
+    from jaxserve.request import SamplingParams, StructuredOutput
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutput", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -21,4 +21,8 @@ def __getattr__(name: str) -> object:
         from jaxserve.request import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutput":
+        from jaxserve.request import StructuredOutput
+
+        return StructuredOutput
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,13 @@ from jaxserve.engine.fields import refusal
 from jaxserve.engine.limits import merge_sampling
 from jaxserve.engine.start import Progress, load_engine
 from jaxserve.errors import InvalidRequestError, RequestError
-from jaxserve.request import ChatMessage, ChatPrompt, GenerationRequest, SamplingParams
+from jaxserve.request import (
+    ChatMessage,
+    ChatPrompt,
+    GenerationRequest,
+    SamplingParams,
+    StructuredOutput,
+)
 
 __all__ = ["LLM", "Completion", "Prompt", "as_own_reader"]
 
@@ -75,9 +81,11 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         chat: bool = False,
+        structured_output: StructuredOutput | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[Completion]:
-        """Returns one completion for each prompt, in their order.
+        """Returns one completion for each prompt, in their order, each with as many choices as
+        `params` asks for.
 
         Any number of prompts is taken; they wait their turn here when the engine's queue is full.
 
@@ -85,6 +93,7 @@ class LLM:
           prompts: a text, token ids, or a conversation; or a list of them.
           params: None takes the model's own defaults.
           chat: texts are a user's message, rendered by the model's chat template.
+          structured_output: the form of each output; None is free.
           progress: called with prompts done and prompts in all.
 
         Raises:
@@ -94,7 +103,11 @@ class LLM:
         """
         sampling = self._sampling(params)
         requests = [
-            GenerationRequest(prompt=_as_prompt(prompt, chat=chat), sampling=sampling)
+            GenerationRequest(
+                prompt=_as_prompt(prompt, chat=chat),
+                sampling=sampling,
+                structured_output=structured_output,
+            )
             for prompt in _as_list(prompts)
         ]
         done: list[Completion] = []
@@ -121,15 +134,24 @@ class LLM:
         return run_in_order(self._engine, requests)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat: bool = False,
+        structured_output: StructuredOutput | None = None,
     ) -> Stream:
-        """Returns one prompt's events as they come: `Started`, `Delta`s, `Finished`.
+        """Returns one prompt's events as they come: `Started`, `Delta`s, `Finished`; of several
+        choices all but the last end with a `ChoiceFinished`.
 
         Raises:
           RequestError: the prompt or a parameter is not allowed.
         """
-        sampling = self._sampling(params)
-        request = GenerationRequest(prompt=_as_prompt(prompt, chat=chat), sampling=sampling)
+        request = GenerationRequest(
+            prompt=_as_prompt(prompt, chat=chat),
+            sampling=self._sampling(params),
+            structured_output=structured_output,
+        )
         return self._engine.submit(request)
 
     def close(self) -> None:
@@ -157,7 +179,11 @@ def as_own_reader(config: Config) -> Config:
     Here the caller waits for what it sent itself, however long the queue is, and reads each output
     at its end. A limit that was set on purpose stays.
     """
-    wide = {"queue_timeout_s": WEEK_S, "stream_buffer_bytes": 1 << 30}
+    wide = {
+        "queue_timeout_s": WEEK_S,
+        "stream_buffer_bytes": 1 << 30,
+        "total_buffer_bytes": 1 << 34,
+    }
     unset = {key: value for key, value in wide.items() if key not in config.limits.model_fields_set}
     return config.model_copy(update={"limits": config.limits.model_copy(update=unset)})
 

@@ -234,7 +234,7 @@ class StepResult:
 
 # What the engine thread does with its time; docs/metrics.md defines each.
 HostPhase = Literal[
-    "idle", "schedule", "build", "dispatch", "wait", "readback", "detokenize", "commit"
+    "idle", "schedule", "build", "dispatch", "mask", "wait", "readback", "detokenize", "commit"
 ]
 HOST_PHASES: Final[tuple[HostPhase, ...]] = typing.get_args(HostPhase)
 

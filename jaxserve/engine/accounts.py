@@ -30,21 +30,28 @@ class Accounts:
         live.scheduled_s = now_s
         self._metrics.queue_seconds.observe(now_s - live.request.arrival_s)
 
-    def add_token(self, live: LiveRequest, *, before_s: float | None, now_s: float) -> None:
+    def add_token(
+        self, live: LiveRequest, *, is_first: bool, before_s: float | None, now_s: float
+    ) -> None:
         """A token was put into its stream.
 
         Args:
-          before_s: when the token before it was; None for the first.
+          is_first: of the request.
+          before_s: when the choice's token before it was; None for its first.
         """
         metrics = self._metrics
         metrics.output_tokens.inc()
         if before_s is not None:
             metrics.itl_seconds.observe(now_s - before_s)
-            return
-        assert live.scheduled_s is not None, "a token of a request that was never scheduled"
-        metrics.prompt_tokens.inc(len(live.request.prompt))
-        metrics.ttft_seconds.observe(now_s - live.request.arrival_s)
-        metrics.prefill_seconds.observe(now_s - live.scheduled_s)
+        elif is_first:
+            metrics.ttft_seconds.observe(now_s - live.request.arrival_s)
+            self.add_prompt(live, now_s)
+
+    def add_prompt(self, live: LiveRequest, now_s: float) -> None:
+        """Its prompt is computed."""
+        assert live.scheduled_s is not None, "the prompt of a request that was never scheduled"
+        self._metrics.prompt_tokens.inc(len(live.request.prompt))
+        self._metrics.prefill_seconds.observe(now_s - live.scheduled_s)
 
     def finish(self, live: LiveRequest, outcome: Outcome, now_s: float) -> None:
         """The request has ended, for whatever reason."""
@@ -58,8 +65,8 @@ class Accounts:
         if decode_s is not None and inference_s is not None:
             metrics.decode_seconds.observe(decode_s)
             metrics.inference_seconds.observe(inference_s)
-            if live.num_output > 1:
-                metrics.tpot_seconds.observe(decode_s / (live.num_output - 1))
+            if live.longest_output > 1:
+                metrics.tpot_seconds.observe(decode_s / (live.longest_output - 1))
         preemptions = sum(sequence.num_preemptions for sequence in request.sequences)
         if self._trace is not None:
             self._trace.add_request(

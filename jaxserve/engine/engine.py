@@ -11,25 +11,31 @@ from jaxserve.config import Config
 from jaxserve.engine import limits
 from jaxserve.engine.accounts import Accounts, ThroughputLog
 from jaxserve.engine.intake import EngineState, Intake
+from jaxserve.engine.live_choice import LiveChoice
 from jaxserve.engine.live_request import LiveRequest, Outcome, build_live_request, late_outcome
+from jaxserve.engine.masks import find_masked
 from jaxserve.engine.pipeline import Pipeline
 from jaxserve.engine.quotas import Quotas
 from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.engine.served_model import ServedModel
 from jaxserve.engine.step_clock import StepClock
-from jaxserve.engine.stream import Delivery, Stream, Waker
+from jaxserve.engine.stream import Delivery, Stream
+from jaxserve.engine.unread import UnreadTotal
+from jaxserve.engine.waker import Waker
 from jaxserve.errors import (
     EngineDeadError,
     JaxserveError,
     NotServingError,
     NumericsError,
+    RequestError,
     SlowReaderError,
 )
 from jaxserve.metrics import Metrics
-from jaxserve.plan import Runner, StepPlan, StepResult
-from jaxserve.request import FinishReason, GenerationRequest, Request
+from jaxserve.plan import Runner, StepPlan, StepResult, TokenMask
+from jaxserve.request import FinishReason, GenerationRequest, Request, StructuredOutput
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.scheduler import Scheduler, Update
+from jaxserve.text.constraints import Constraint, Constraints
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -44,6 +50,7 @@ class Engine:
 
     Attributes:
       error: what the engine died of; None while it lives.
+      kv_token_bytes: of a token's keys and values over all layers; 0 where it is not known.
       quotas: what each tenant may use; nothing is limited until somebody sets limits.
       trace: the last steps and requests; None where none are kept.
     """
@@ -68,6 +75,7 @@ class Engine:
         self.metrics = metrics
         self.error: Exception | None = None
         self._clock = clock
+        self.kv_token_bytes = page_bytes / config.kv.page_size
         self.quotas = Quotas(config.limits, metrics=metrics, clock=clock)
         depth = OVERLAP_DEPTH if config.runner.overlap else 1
         self._pool = PagePool(runner.num_pages, config.kv.page_size)
@@ -84,10 +92,18 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._listeners: list[Callable[[EngineState], None]] = []
         self._taps: list[Callable[[Request, int], None]] = []
+        self._constraints = Constraints(
+            tokenizer,
+            eos_ids=model.eos_ids,
+            vocab_size=model.vocab_size,
+            padded_vocab_size=model.padded_vocab_size,
+            max_bytes=config.limits.max_grammar_bytes,
+        )
         self._intake = Intake(config.limits)  # where other threads and this one meet
         # the engine thread alone
-        self._by_sequence: dict[int, LiveRequest] = {}
+        self._by_sequence: dict[int, LiveChoice] = {}
         self._waker = Waker()
+        self._unread: UnreadTotal[Stream] = UnreadTotal(config.limits.total_buffer_bytes)
         self._steps = StepClock(config.measure, metrics, clock, name_of=self._name_of)
         self._in_flight = Pipeline(runner, depth=depth, metrics=metrics, clock=self._steps)
         self.trace = self._steps.trace
@@ -140,10 +156,13 @@ class Engine:
                 limits=self.config.limits,
                 now_s=self._clock(),
             )
-            self._scheduler.check_fits(len(request.prompt), request.max_tokens)
+            self._scheduler.check_fits(
+                len(request.prompt), request.max_tokens, request.sampling.num_choices
+            )
             live = build_live_request(
                 request,
                 tokenizer=self.tokenizer,
+                constraint=self._build_constraint(request, asked.structured_output),
                 max_bytes=self.config.limits.stream_buffer_bytes,
                 waker=self._waker,
                 on_cancel=functools.partial(self._intake.abort, request),
@@ -151,6 +170,7 @@ class Engine:
                     self.metrics, self._clock, times_decoding=self.config.measure.phases
                 ),
                 delivery=delivery,
+                total=self._unread,
             )
             accept = functools.partial(self._accounts.accept, live)
             with self.quotas.admitting(request):
@@ -160,11 +180,23 @@ class Engine:
             raise
         return live.stream
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request with CANCELLED and its output so far; nothing where it is not here."""
-        live = self._intake.find(request_id)
-        if live is not None:
-            live.stream.cancel()
+    def abort(self, request_id: str, tenant: str = "") -> bool:
+        """Ends a tenant's request with CANCELLED and its output so far; False if it is not here."""
+        live = self._intake.find(request_id, tenant)
+        if live is None:
+            return False
+        live.stream.cancel()
+        return True
+
+    def _build_constraint(
+        self, request: Request, structured: StructuredOutput | None
+    ) -> Constraint | None:
+        """Returns what masks the request's tokens. It may take long: it is the caller's time."""
+        if not request.is_masked:
+            return None
+        constraint = self._constraints.build(request.sampling, structured)
+        request.is_masked = constraint is not None
+        return constraint
 
     def drain(self, timeout_s: float) -> None:
         """Refuses new requests, lets running ones end for a while, then stops.
@@ -229,6 +261,8 @@ class Engine:
         self._steps.lap("schedule")
         if plan.has_work:
             self._in_flight.launch(plan)
+        if plan.needs_masks:
+            self._launch_output(plan)
         if self._in_flight and (self._in_flight.is_full or not plan.has_work):
             self._retire()
         elif not plan.has_work and self._scheduler.has_unfinished:
@@ -240,9 +274,10 @@ class Engine:
     def _take_inbox(self) -> None:
         new, aborts = self._intake.take()
         for live in new:
+            self._unread.watch(live.stream)
             self._scheduler.add(live.request)
             for sequence in live.request.sequences:
-                self._by_sequence[sequence.id] = live
+                self._by_sequence[sequence.id] = live.choices[sequence.choice]
         for request in aborts:
             self._finish(request, FinishReason.CANCELLED)
 
@@ -252,13 +287,31 @@ class Engine:
 
     def _start_new(self, plan: StepPlan) -> None:
         for load in plan.row_loads:
-            live = self._by_sequence[load.sequence_id]
-            if live.scheduled_s is not None:  # resumed after a preemption
+            live = self._by_sequence[load.sequence_id].live
+            if live.scheduled_s is not None:  # a fork, or resumed after a preemption
                 continue
             self._accounts.start(live, self._clock())
             self._intake.leave_queue(live)
             self.quotas.leave_queue(live.request)
-            live.stream.start()
+            if not live.waits_for_prompt:
+                live.stream.start()
+
+    def _launch_output(self, plan: StepPlan) -> None:
+        """Masks the step just launched by all that came before it, and lets it sample."""
+        while len(self._in_flight) > 1:
+            self._retire()
+        self._steps.lap("commit")
+        masks: dict[int, TokenMask] = {}
+        for sequence_id in find_masked(plan):
+            choice = self._by_sequence.get(sequence_id)
+            if choice is None or choice.constraint is None:  # it has ended by what was just read
+                continue
+            try:
+                masks[sequence_id] = choice.constraint.fill_mask()
+            except RequestError as error:
+                self._finish(choice.live.request, error)
+        self._steps.lap("mask")
+        self._in_flight.launch_output(masks)
 
     def _retire(self) -> None:
         self._waker.flush()  # before it may take long
@@ -269,15 +322,19 @@ class Engine:
         self._note_step(plan, result)
         for update in self._scheduler.commit(plan, result, stopped):
             self._deliver(update, now_s)
+        self._make_room()
 
     def _name_of(self, sequence_id: int) -> str:
-        return self._by_sequence[sequence_id].request.id
+        return self._by_sequence[sequence_id].live.request.id
 
     def _note_step(self, plan: StepPlan, result: StepResult) -> None:
+        lives: dict[LiveRequest, None] = {}  # a request may have several choices in a step
         for chunk in plan.chunks:
-            live = self._by_sequence.get(chunk.sequence_id)
-            if live is None:
+            choice = self._by_sequence.get(chunk.sequence_id)
+            if choice is None:
                 continue
+            lives[choice.live] = None
+        for live in lives:
             live.compile_s += result.compile_s
             if live.first_token_s is None:
                 live.note_prefill(num_tokens=plan.num_tokens, bucket=result.bucket)
@@ -286,28 +343,67 @@ class Engine:
         """Returns the sequences that a stop string ends with this step's token."""
         stopped = set()
         for sequence_id, token_id in result.token_ids.items():
-            live = self._by_sequence.get(sequence_id)  # None: ended, and the token is surplus
-            if live is not None and live.match(token_id):
+            choice = self._by_sequence.get(sequence_id)  # None: ended, and the token is surplus
+            if choice is not None and choice.match(token_id):
                 stopped.add(sequence_id)
         return stopped
 
     def _deliver(self, update: Update, now_s: float) -> None:
-        request = update.sequence.request
-        live = self._by_sequence[update.sequence.id]
-        if update.not_finite:
-            text = f"the logits of output token {live.num_output} are not finite; report the prompt"
-            self._finish(request, NumericsError(text))
+        choice = self._by_sequence.get(update.sequence.id)
+        if choice is None:  # another choice's update has ended the request
+            self.metrics.surplus_tokens.inc(update.token_id is not None)
             return
-        if update.token_id is not None:
-            before_s = live.last_token_s
-            if not live.put(update.token_id, now_s=now_s, finish=update.finish):
+        live, token_id = choice.live, update.token_id
+        if update.prompt_logprobs:
+            live.add_prompt_logprobs(update.prompt_logprobs)
+        if update.not_finite:
+            text = f"the logits of output token {choice.num_output} are not finite"
+            self._finish(live.request, NumericsError(f"{text}; report the prompt"))
+            return
+        if token_id is not None:
+            before_s, is_first = choice.last_token_s, live.first_token_s is None
+            if not live.put(choice, update, now_s=now_s):
                 limit = self.config.limits.stream_buffer_bytes
                 text = f"more than {limit} bytes of output are unread; read faster"
-                self._finish(request, SlowReaderError(text))
+                self._finish(live.request, SlowReaderError(text))
+                self.metrics.surplus_tokens.inc()
                 return
-            self._accounts.add_token(live, before_s=before_s, now_s=now_s)
+            self._accounts.add_token(live, is_first=is_first, before_s=before_s, now_s=now_s)
+        elif update.finish is not None:  # nothing was to come but the prompt's scores
+            self._accounts.add_prompt(live, now_s)
         if update.finish is not None:
-            self._finish(request, update.finish, end_s=now_s)
+            self._end_choice(choice, update, now_s=now_s)
+        elif choice.constraint is not None and token_id is not None:
+            try:
+                choice.constraint.advance(token_id)
+            except RequestError as error:
+                self._finish(live.request, error)
+
+    def _end_choice(self, choice: LiveChoice, update: Update, *, now_s: float) -> None:
+        """Ends a choice, and with the last one the request."""
+        assert update.finish is not None
+        live = choice.live
+        if all(other.has_ended for other in live.choices if other is not choice):
+            self._finish(live.request, update.finish, end_s=now_s)
+            return
+        del self._by_sequence[update.sequence.id]
+        self._scheduler.end(update.sequence)
+        live.end_choice(choice, update.finish)
+
+    def _make_room(self) -> None:
+        """Gives up the streams with the most unread while all have too much together."""
+        while (stream := self._unread.find_largest()) is not None:
+            limit = self._unread.max_bytes
+            error = SlowReaderError(
+                f"more than {limit} bytes of output are unread in all streams, the most of them in "
+                "this one; read faster"
+            )
+            stream.give_up(error)
+            live = next((live for live in self._intake.live() if live.stream is stream), None)
+            if live is None:
+                self.metrics.given_up_streams.inc()
+            else:
+                self._finish(live.request, error)
 
     def _finish(self, request: Request, outcome: Outcome, *, end_s: float | None = None) -> None:
         """Ends a request, whatever the cause; the only place that gives back what it held.

@@ -33,7 +33,8 @@ class Intake:
     """The one place where threads meet: state, new requests, aborts; all under one lock.
 
     A request is *live* from `add` to `remove`, and *queued* until it is first scheduled; the
-    queue is bounded in requests and in prompt tokens.
+    queue is bounded in requests and in prompt tokens. A request is known by its tenant and its id:
+    nobody reaches or meets another tenant's.
     """
 
     def __init__(self, bounds: LimitsSection) -> None:
@@ -41,7 +42,7 @@ class Intake:
         self._changed = threading.Condition()
         self._state = EngineState.STARTING
         self._is_cut = False
-        self._live: dict[str, LiveRequest] = {}
+        self._live: dict[tuple[str, str], LiveRequest] = {}
         self._new: list[LiveRequest] = []
         self._aborts: list[Request] = []
         self._num_queued = 0
@@ -78,7 +79,7 @@ class Intake:
         request, num_tokens = live.request, len(live.request.prompt)
         with self._changed:
             self.check_serving()
-            if request.id in self._live:
+            if _key(request) in self._live:
                 raise DuplicateRequestError(
                     f"request_id {request.id!r} is in flight; use another, or wait for its end",
                     field="request_id",
@@ -86,14 +87,14 @@ class Intake:
             self._check_queue(num_tokens)
             self._num_queued += 1
             self._num_queued_tokens += num_tokens
-            self._live[request.id] = live
+            self._live[_key(request)] = live
             self._new.append(live)
             on_accept()
             self._changed.notify_all()
 
-    def find(self, request_id: str) -> LiveRequest | None:
+    def find(self, request_id: str, tenant: str = "") -> LiveRequest | None:
         with self._changed:
-            return self._live.get(request_id)
+            return self._live.get((tenant, request_id))
 
     def abort(self, request: Request) -> None:
         """Asks for a request's end; harmless where it has ended."""
@@ -153,10 +154,10 @@ class Intake:
     def remove(self, request: Request, *, now_s: float) -> LiveRequest | None:
         """Returns the live request and forgets it; None where it has ended before."""
         with self._changed:
-            live = self._live.get(request.id)
+            live = self._live.get(_key(request))
             if live is None or live.request is not request:
                 return None
-            del self._live[request.id]
+            del self._live[_key(request)]
             self._leave_queue(live)
             if self._last_end_s is not None:
                 self._end_interval_s += 0.2 * (now_s - self._last_end_s - self._end_interval_s)
@@ -190,3 +191,7 @@ class Intake:
             f"the queue is full: {what}; try again in {retry_after_s:.1f} s",
             retry_after_s=retry_after_s,
         )
+
+
+def _key(request: Request) -> tuple[str, str]:
+    return request.tenant, request.id

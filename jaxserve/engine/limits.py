@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from jaxserve.config import LimitsSection
+from jaxserve.engine.conversation import check_conversation
 from jaxserve.engine.fields import (
-    check_count,
     check_flag,
     check_integer,
     check_number,
@@ -17,7 +17,15 @@ from jaxserve.engine.fields import (
     refusal,
 )
 from jaxserve.engine.served_model import ServedModel
-from jaxserve.errors import ContextLengthError, InvalidRequestError, NoChatTemplateError
+from jaxserve.engine.structured import check_structured
+from jaxserve.engine.token_fields import (
+    check_allowed_token_ids,
+    check_bad_words,
+    check_bias,
+    check_stop_strings,
+    check_stop_token_ids,
+)
+from jaxserve.errors import ContextLengthError, InvalidRequestError
 from jaxserve.request import (
     ChatPrompt,
     FinishReason,
@@ -28,8 +36,7 @@ from jaxserve.request import (
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_TEMPERATURE: Final = 1e6
-MAX_BIAS: Final = 1e20  # stays finite in float32 after the smallest temperature and penalty
-REPETITION_RANGE: Final = (1e-6, 1e6)  # likewise
+REPETITION_RANGE: Final = (1e-6, 1e6)  # finite in float32 after the smallest temperature
 INT32: Final = (-(1 << 31), (1 << 31) - 1)
 MAX_SEED: Final = (1 << 64) - 1
 
@@ -58,35 +65,21 @@ def resolve(
       NoChatTemplateError: a conversation for a model without a template.
     """
     request_id = _check_id(asked.id, limits)
-    longest = model.max_model_tokens
     sampling = check_sampling(asked.sampling, model=model, limits=limits)
+    if asked.structured_output is not None:
+        check_structured(asked.structured_output, sampling)
     prompt = tokenize(asked.prompt, model=model, tokenizer=tokenizer, limits=limits)
-    rest = longest - len(prompt)
-    if rest < 1:
-        raise ContextLengthError(
-            f"the prompt is {len(prompt)} tokens, but with at least one token of output this "
-            f"model's limit is {longest}; shorten it to {longest - 1}",
-            field=prompt_field(asked.prompt),
-        )
-    max_tokens = rest if sampling.max_tokens is None else sampling.max_tokens
-    if max_tokens > rest:
-        raise ContextLengthError(
-            f"max_tokens is {max_tokens}, but after a prompt of {len(prompt)} tokens this model's "
-            f"limit of {longest} leaves {rest}; lower it, or leave it unset for all",
-            field="stop.max_tokens",
-        )
-    if sampling.min_tokens > max_tokens:
-        raise InvalidRequestError(
-            f"min_tokens is {sampling.min_tokens}, but at most {max_tokens} tokens may come; "
-            "lower it or raise max_tokens",
-            field="stop.min_tokens",
-        )
+    max_tokens = _resolve_max_tokens(sampling, len(prompt), model, prompt_field(asked.prompt))
     stop_ids = dict.fromkeys(sampling.stop_token_ids, FinishReason.STOP)
     if not sampling.ignore_eos:
         stop_ids |= dict.fromkeys(sorted(model.eos_ids), FinishReason.EOS)
+    may_mask = (
+        asked.structured_output is not None
+        or bool(sampling.bad_words)
+        or sampling.allowed_token_ids is not None
+    )
     return Request(
         id=request_id,
-        tenant=asked.tenant,
         prompt=prompt,
         sampling=sampling,
         seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
@@ -97,7 +90,39 @@ def resolve(
         priority=check_integer(asked.priority, "priority", low=INT32[0], high=INT32[1]),
         deadline_s=None if asked.deadline_s is None else _deadline(asked.deadline_s),
         queue_deadline_s=now_s + _queue_timeout(asked.queue_timeout_s, limits),
+        is_masked=may_mask and max_tokens > 0,
+        tenant=asked.tenant,
     )
+
+
+def _resolve_max_tokens(
+    sampling: SamplingParams, prompt_len: int, model: ServedModel, field: str
+) -> int:
+    """Returns the most tokens that may come after a prompt, all of them within the context."""
+    longest, asked = model.max_model_tokens, sampling.max_tokens
+    least = 1 if asked is None else min(asked, 1)
+    rest = longest - prompt_len
+    if rest < least:
+        beside = "with at least one token of output " if least else ""
+        raise ContextLengthError(
+            f"the prompt is {prompt_len} tokens, but {beside}this model's limit is {longest}; "
+            f"shorten it to {longest - least}",
+            field=field,
+        )
+    max_tokens = rest if asked is None else asked
+    if max_tokens > rest:
+        raise ContextLengthError(
+            f"max_tokens is {max_tokens}, but after a prompt of {prompt_len} tokens this model's "
+            f"limit of {longest} leaves {rest}; lower it, or leave it unset for all",
+            field="stop.max_tokens",
+        )
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens is {sampling.min_tokens}, but at most {max_tokens} tokens may come; "
+            "lower it or raise max_tokens",
+            field="stop.min_tokens",
+        )
+    return max_tokens
 
 
 def tokenize(
@@ -119,7 +144,7 @@ def tokenize(
             check_text(prompt, field, limits.max_prompt_bytes)
             token_ids = tuple(tokenizer.encode(prompt))
         case ChatPrompt():
-            _check_chat(prompt, tokenizer, limits)
+            check_conversation(prompt, tokenizer, limits)
             token_ids = tuple(tokenizer.encode_chat(prompt))
         case _:
             token_ids = _check_token_ids(prompt, model)
@@ -175,34 +200,25 @@ def check_sampling(
         seed=None
         if asked.seed is None
         else check_integer(asked.seed, "sampling.seed", low=0, high=MAX_SEED),
-        logit_bias=_bias(asked.logit_bias, model, limits),
-        max_tokens=None
-        if asked.max_tokens is None
-        else check_integer(asked.max_tokens, "stop.max_tokens", low=1, high=INT32[1]),
+        logit_bias=check_bias(asked.logit_bias, model, limits),
+        max_tokens=_max_tokens(asked),
         min_tokens=check_integer(asked.min_tokens, "stop.min_tokens", low=0, high=INT32[1]),
-        stop_strings=_stop_strings(asked.stop_strings, limits),
-        stop_token_ids=_stop_token_ids(asked.stop_token_ids, model, limits),
+        stop_strings=check_stop_strings(asked.stop_strings, limits),
+        stop_token_ids=check_stop_token_ids(asked.stop_token_ids, model, limits),
         ignore_eos=check_flag(asked.ignore_eos, "stop.ignore_eos"),
         include_stop_text=check_flag(asked.include_stop_text, "stop.include_stop_text"),
         skip_special_tokens=check_flag(asked.skip_special_tokens, "output.skip_special_tokens"),
+        num_choices=_num_choices(asked, limits),
+        logprobs=_num_top(asked.logprobs, "output.logprobs", limits),
+        prompt_logprobs=_num_top(asked.prompt_logprobs, "output.prompt_logprobs", limits),
+        bad_words=check_bad_words(asked.bad_words, limits),
+        allowed_token_ids=check_allowed_token_ids(asked.allowed_token_ids, model, limits),
     )
 
 
 def _check_id(request_id: str, limits: LimitsSection) -> str:
     check_text(request_id, "request_id", limits.max_request_id_bytes)
     return request_id or f"req-{secrets.token_hex(12)}"
-
-
-def _check_chat(prompt: ChatPrompt, tokenizer: Tokenizer, limits: LimitsSection) -> None:
-    if tokenizer.chat_template is None:
-        raise NoChatTemplateError(
-            "this model has no chat template; send the prompt as text or token ids", field="chat"
-        )
-    check_count(prompt.messages, "chat.messages", limits.max_chat_messages)
-    num_left = limits.max_prompt_bytes
-    for message in prompt.messages:
-        for text in (message.role, message.name, message.content):
-            num_left -= check_text(text, "chat.messages", num_left)
 
 
 def _check_token_ids(prompt: Sequence[int], model: ServedModel) -> tuple[int, ...]:
@@ -221,45 +237,39 @@ def _check_token_ids(prompt: Sequence[int], model: ServedModel) -> tuple[int, ..
     )
 
 
-def _bias(
-    bias: Mapping[int, float], model: ServedModel, limits: LimitsSection
-) -> Mapping[int, float]:
-    field = "sampling.logit_bias"
-    if not isinstance(bias, Mapping):
-        raise refusal(bias, field, "a mapping of token ids to numbers, empty for none")
-    check_count(bias, field, limits.max_logit_bias)
-    return {
-        check_token_id(
-            token_id, field, what="a logit_bias id", vocab_size=model.vocab_size
-        ): check_number(value, field, low=-MAX_BIAS, high=MAX_BIAS)
-        for token_id, value in bias.items()
-    }
-
-
-def _stop_strings(stops: Sequence[str], limits: LimitsSection) -> tuple[str, ...]:
-    field = "stop.stop_strings"
-    if isinstance(stops, str):  # its letters would each be a stop
-        raise InvalidRequestError(
-            "stop_strings is one string, but must be a list of them; put it in a list", field=field
-        )
-    check_count(stops, field, limits.max_stop_strings)
-    for stop in stops:
-        if not check_text(stop, field, limits.max_stop_string_bytes):
+def _max_tokens(asked: SamplingParams) -> int | None:
+    value, field = asked.max_tokens, "stop.max_tokens"
+    if value is None:
+        return None
+    if value == 0 and type(value) is int:
+        if asked.prompt_logprobs is None:
             raise InvalidRequestError(
-                "stop_strings holds an empty string, which would match at once; leave it out",
+                "max_tokens is 0, but must be at least 1 unless prompt_logprobs is set; ask for "
+                "one of them",
                 field=field,
             )
-    return tuple(stops)
+        return 0
+    return check_integer(value, field, low=1, high=INT32[1])
 
 
-def _stop_token_ids(
-    token_ids: Sequence[int], model: ServedModel, limits: LimitsSection
-) -> tuple[int, ...]:
-    field = "stop.stop_token_ids"
-    check_count(token_ids, field, limits.max_stop_token_ids)
-    return tuple(
-        check_token_id(token_id, field, what="a stop token id", vocab_size=model.vocab_size)
-        for token_id in token_ids
+def _num_choices(asked: SamplingParams, limits: LimitsSection) -> int:
+    num_choices = check_integer(
+        asked.num_choices, "sampling.n", low=1, high=limits.max_choices, hint="this server's limit"
+    )
+    if num_choices > 1 and asked.max_tokens == 0:
+        raise InvalidRequestError(
+            f"n is {num_choices}, but with max_tokens 0 there is nothing to choose from; leave n "
+            "out",
+            field="sampling.n",
+        )
+    return num_choices
+
+
+def _num_top(value: object, field: str, limits: LimitsSection) -> int | None:
+    if value is None:
+        return None
+    return check_integer(
+        value, field, low=0, high=limits.max_logprobs, hint="0 is the token's own alone"
     )
 
 

@@ -1,63 +1,25 @@
-"""A request while it is in the engine: its stream, its stops, its stamps and accounts."""
+"""A request while it is in the engine: its choices, its stream, its stamps and accounts."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
 
-from jaxserve.engine.events import ExecutionInfo, Finished, Timings, Usage
+from jaxserve.engine.events import ChoiceFinished, ExecutionInfo, Finished, Timings, Usage
+from jaxserve.engine.live_choice import LiveChoice, StopText
 from jaxserve.engine.reader_account import ReaderAccount
-from jaxserve.engine.stream import Decoder, Delivery, Stream, Waker
+from jaxserve.engine.stream import Delivery, Stream
+from jaxserve.engine.unread import UnreadTotal
+from jaxserve.engine.waker import Waker
 from jaxserve.errors import DeadlineError, JaxserveError
 from jaxserve.metrics import error_label
-from jaxserve.plan import Bucket
+from jaxserve.plan import Bucket, TokenLogprobs
 from jaxserve.request import FinishReason, Request
+from jaxserve.scheduler.scheduler import Update
+from jaxserve.text.constraints import Constraint
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.stops import StopMatcher
 from jaxserve.text.tokenizer import Tokenizer
 
 Outcome = FinishReason | JaxserveError  # how a request ended
-
-# without stop strings, STOP too is by a token id
-ENDS_BY_ID: Final = frozenset({FinishReason.EOS, FinishReason.STOP})
-
-
-class StopText:
-    """The text of a request with stop strings, cut exactly where one matches.
-
-    A stop that is complete before `min_tokens` does not count.
-
-    Attributes:
-      text: what the last token lets out; less than its own text while a stop may be beginning.
-      matched: the stop string that was found.
-    """
-
-    def __init__(self, *, decoder: Decoder, matcher: StopMatcher, min_tokens: int) -> None:
-        self.text = ""
-        self.matched: str | None = None
-        self._decoder = decoder
-        self._matcher = matcher
-        self._min_tokens = min_tokens
-
-    def push(self, token_id: int, *, output_index: int) -> bool:
-        """Takes the next token; True where a stop string is complete."""
-        self.text = self._decoder.push([token_id])
-        if output_index < self._min_tokens:
-            self.text = self._matcher.push_unmatched(self.text)
-            return False
-        found = self._matcher.push(self.text)
-        self.text, self.matched = found.text, found.matched
-        return found.matched is not None
-
-    def push_stop_id(self, token_id: int, *, is_text_kept: bool) -> None:
-        """Takes a token that ends the request by its id: nothing is held back any more."""
-        self.text = self._matcher.flush()
-        self.text += self._decoder.push([token_id]) if is_text_kept else ""
-
-    def flush(self) -> str:
-        """Returns the text still held back at an end that no stop string made."""
-        if self.matched is not None:
-            return ""
-        return self._matcher.flush() + self._decoder.flush()
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
@@ -65,8 +27,10 @@ class LiveRequest:
     """What the engine thread knows of one request, from submit to its only end.
 
     Attributes:
+      choices: by index.
+      prompt_logprobs: of the prompt's tokens from the second on, as far as they are worked out and
+        the reader does not have them.
       is_queued: counted in the bounded queue; until first scheduled.
-      num_output: tokens delivered.
       scheduled_s: first scheduled; None until then.
       num_prefill_tokens: tokens that its prefill steps computed, batch mates' among them.
       num_prefill_padded: tokens of those steps' buckets.
@@ -74,41 +38,56 @@ class LiveRequest:
 
     request: Request
     stream: Stream
-    stops: StopText | None
+    choices: list[LiveChoice] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     is_queued: bool = True
-    num_output: int = 0
     scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
-    last_token_id: int | None = None
     prefill_chunks: int = 0
     prefill_bucket_tokens: int = 0
     num_prefill_tokens: int = 0
     num_prefill_padded: int = 0
     compile_s: float = 0.0
 
-    def match(self, token_id: int) -> bool:
-        """Searches the next token's text; True where a stop string ends the request with it."""
-        if self.stops is None:
-            return False
-        sampling = self.request.sampling
-        if token_id in self.request.stop_ids and self.num_output >= sampling.min_tokens:
-            self.stops.push_stop_id(token_id, is_text_kept=sampling.include_stop_text)
-            return False
-        return self.stops.push(token_id, output_index=self.num_output)
+    @property
+    def num_output(self) -> int:
+        """Tokens delivered, of all choices."""
+        return sum(choice.num_output for choice in self.choices)
 
-    def put(self, token_id: int, *, now_s: float, finish: FinishReason | None) -> bool:
-        """Hands a token to the reader; False where the reader is too slow."""
-        text: str | None = None  # the reader decodes it
-        if self.stops is not None:
-            text = self.stops.text
-        elif finish in ENDS_BY_ID and not self.request.sampling.include_stop_text:
-            text = ""
-        if not self.stream.put(token_id, text=text, now_s=now_s):
+    @property
+    def longest_output(self) -> int:
+        """Tokens delivered of the choice with the most."""
+        return max(choice.num_output for choice in self.choices)
+
+    @property
+    def waits_for_prompt(self) -> bool:
+        """Whether the stream starts only with the prompt's log-probabilities."""
+        return self.request.sampling.prompt_logprobs is not None and len(self.request.prompt) > 1
+
+    def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Takes the next of the prompt's log-probabilities; the last of them start the stream."""
+        self.prompt_logprobs += entries
+        if len(self.prompt_logprobs) == len(self.request.prompt) - 1:
+            self.stream.start(tuple(self.prompt_logprobs))
+            self.prompt_logprobs = []
+
+    def put(self, choice: LiveChoice, update: Update, *, now_s: float) -> bool:
+        """Hands a choice's token to the reader; False where the reader is too slow."""
+        token_id = update.token_id
+        assert token_id is not None
+        is_taken = self.stream.put(
+            token_id,
+            text=choice.text_of(update.finish),
+            now_s=now_s,
+            index=choice.index,
+            logprobs=update.logprobs,
+        )
+        if not is_taken:
             return False
-        self.num_output += 1
-        self.last_token_id = token_id
-        self.last_token_s = now_s
+        choice.num_output += 1
+        choice.last_token_id = token_id
+        choice.last_token_s = self.last_token_s = now_s
         if self.first_token_s is None:
             self.first_token_s = now_s
         return True
@@ -120,28 +99,33 @@ class LiveRequest:
         self.num_prefill_tokens += num_tokens
         self.num_prefill_padded += bucket.num_tokens
 
+    def end_choice(self, choice: LiveChoice, reason: FinishReason) -> None:
+        """Gives the reader the end of a choice that others outlive."""
+        choice.has_ended = True
+        ended = ChoiceFinished(
+            index=choice.index, reason=reason, matched_stop=choice.matched_stop(reason)
+        )
+        self.stream.finish_choice(ended, last_text=choice.flush())
+
     def end(self, outcome: Outcome, *, now_s: float) -> None:
-        """Gives the reader the terminal event, after any text that was held back."""
+        """Gives the reader the ends of all choices that have none, and so the terminal event."""
         if isinstance(outcome, JaxserveError):
             self.stream.finish(outcome)
             return
+        *others, last = (choice for choice in self.choices if not choice.has_ended)
+        for choice in others:
+            self.end_choice(choice, outcome)
         finished = Finished(
-            index=0,
+            index=last.index,
             reason=outcome,
-            matched_stop=self._matched_stop(outcome),
+            matched_stop=last.matched_stop(outcome),
             usage=Usage(prompt_tokens=len(self.request.prompt), completion_tokens=self.num_output),
             timings=self.timings(now_s),
             execution=self._execution(),
             end_s=now_s,
         )
-        self.stream.finish(finished, last_text=self.stops.flush() if self.stops else "")
-
-    def _matched_stop(self, reason: FinishReason) -> str | int | None:
-        if reason is not FinishReason.STOP:
-            return None
-        if self.stops is not None and self.stops.matched is not None:
-            return self.stops.matched
-        return self.last_token_id
+        last.has_ended = True
+        self.stream.finish(finished, last_text=last.flush())
 
     def timings(self, end_s: float) -> Timings:
         """Returns the phases of a request that ends then, delivery excepted."""
@@ -171,39 +155,60 @@ def build_live_request(
     request: Request,
     *,
     tokenizer: Tokenizer,
+    constraint: Constraint | None,
     max_bytes: int,
     waker: Waker,
     on_cancel: Callable[[], None],
     reader: ReaderAccount,
     delivery: Delivery,
+    total: UnreadTotal[Stream],
 ) -> LiveRequest:
-    """Returns the request with its stream; with stop strings its text is made on this side."""
+    """Returns the request with its stream; with stop strings its text is made on this side.
+
+    Args:
+      constraint: of the first choice; the others get forks of it.
+    """
     sampling = request.sampling
-    decoder = Detokenizer(
-        tokenizer,
-        sampling.skip_special_tokens,
-        kept_special_ids=sampling.kept_special_ids,
-        prompt=request.prompt,
-    )
-    stops = None
-    if sampling.stop_strings:
-        stops = StopText(
-            decoder=decoder,
-            matcher=StopMatcher(sampling.stop_strings, sampling.include_stop_text),
-            min_tokens=sampling.min_tokens,
+    indices = range(sampling.num_choices)
+    decoders = [
+        Detokenizer(
+            tokenizer,
+            sampling.skip_special_tokens,
+            kept_special_ids=sampling.kept_special_ids,
+            prompt=request.prompt,
         )
+        for _ in indices
+    ]
     stream = Stream(
         request_id=request.id,
         prompt_tokens=len(request.prompt),
         prompt=request.prompt,
         max_bytes=max_bytes,
-        decoder=None if stops else decoder,
+        decoders=[None] * len(decoders) if sampling.stop_strings else decoders,
         waker=waker,
         on_cancel=on_cancel,
         reader=reader,
         delivery=delivery,
+        total=total,
     )
-    return LiveRequest(request=request, stream=stream, stops=stops)
+    live = LiveRequest(request=request, stream=stream)
+    constraints = [constraint.fork() if constraint and index else constraint for index in indices]
+    live.choices += [
+        LiveChoice(
+            live=live,
+            index=index,
+            stops=_build_stops(request, decoders[index]) if sampling.stop_strings else None,
+            constraint=constraints[index],
+        )
+        for index in indices
+    ]
+    return live
+
+
+def _build_stops(request: Request, decoder: Detokenizer) -> StopText:
+    sampling = request.sampling
+    matcher = StopMatcher(sampling.stop_strings, sampling.include_stop_text)
+    return StopText(decoder=decoder, matcher=matcher, min_tokens=sampling.min_tokens)
 
 
 def late_outcome(request: Request, now_s: float) -> FinishReason | DeadlineError:

@@ -2,10 +2,11 @@
 
 import collections
 import logging
+from collections.abc import Mapping
 
 from jaxserve.engine.step_clock import StepClock
 from jaxserve.metrics import Metrics
-from jaxserve.plan import InFlight, Runner, StepPlan, StepResult
+from jaxserve.plan import InFlight, Runner, StepPlan, StepResult, TokenMask
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Pipeline:
         return len(self._steps) >= self._depth
 
     def launch(self, plan: StepPlan) -> None:
-        """Dispatches a step without waiting for it."""
+        """Dispatches a step without waiting for it; without its output, where that needs masks."""
         if self._steps:
             self._metrics.overlapped_steps.inc()
         logger.debug(
@@ -45,6 +46,13 @@ class Pipeline:
         self._clock.note_launch(plan, in_flight)
         self._steps.append((plan, in_flight))
         self._metrics.step_tokens.observe(plan.num_tokens)
+
+    def launch_output(self, masks: Mapping[int, TokenMask]) -> None:
+        """Dispatches the output of the newest step, all others being retired."""
+        ((plan, in_flight),) = self._steps
+        assert plan.needs_masks, f"step {plan.step_id} has its output already"
+        in_flight.launch_output(masks)
+        self._clock.lap("dispatch")
 
     def retire(self) -> tuple[StepPlan, StepResult]:
         """Waits for the oldest step and returns what came of it."""

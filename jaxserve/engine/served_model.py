@@ -2,6 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Final
+
+VOCAB_MULTIPLE: Final = 64
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -28,3 +31,8 @@ class ServedModel:
     has_chat_template: bool = False
     sampling_defaults: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
     capacity_tokens: int = 0
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The vocabulary as arrays hold it: `model.config` pads it to the same multiple."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

@@ -1,17 +1,17 @@
 """The bounded hand-off of one request's output, from the engine thread to whoever reads it."""
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
-from jaxserve.engine.events import Delta, Event, Finished, Started
+from jaxserve.engine.events import ChoiceFinished, Delta, Event, Finished, Started
 from jaxserve.engine.reader_account import ReaderAccount
+from jaxserve.engine.unread import TOKEN_BYTES, Unread, UnreadTotal, logprobs_bytes
+from jaxserve.engine.waker import Waker
 from jaxserve.errors import JaxserveError
-
-TOKEN_BYTES = 8  # of an unread token id, for the buffer's account
+from jaxserve.plan import TokenLogprobs
 
 # When a token counts as delivered: its reader has taken it, or has called `acknowledge`.
 Delivery = Literal["taken", "acknowledged"]
@@ -25,36 +25,17 @@ class Decoder(Protocol):
     def flush(self) -> str: ...
 
 
-class Waker:
-    """Wakes the tasks that wait for streams: all of one event loop with one call.
-
-    A call into a loop from another thread writes to a socket, which costs more than all else that a
-    token costs here. The engine thread alone uses it, and flushes before it waits for anything.
-    """
-
-    def __init__(self) -> None:
-        self._futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-
-    def add(self, waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]) -> None:
-        loop, future = waiter
-        self._futures.setdefault(loop, []).append(future)
-
-    def flush(self) -> None:
-        if not self._futures:
-            return
-        waiting, self._futures = self._futures, {}
-        for loop, futures in waiting.items():
-            # a closed loop has no reader left; its tasks' own ends cancel the requests
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_resolve, futures)
-
-
 class Stream:
     """One request's events, for one reader: a thread (`for`) or a task (`async for`).
 
-    The writing side never waits: what is unread is merged into one pending delta, and is bounded
-    in bytes. The reading side ends with `Finished`, or raises the request's error, once. A reader
-    that leaves early (break, close, an exception, a cancelled task) cancels the request.
+    `Started`, then each choice's `Delta`s and, of all but the last, its `ChoiceFinished`;
+    `Finished` stands for the last choice's end and the request's. The choices' events come in any
+    order among each other.
+
+    The writing side never waits: what is unread of a choice is merged into one pending delta, and
+    all is bounded in bytes. The reading side ends with `Finished`, or raises the request's error,
+    once. A reader that leaves early (break, close, an exception, a cancelled task) cancels the
+    request.
 
     Attributes:
       request_id: as asked, or as made by the engine.
@@ -70,84 +51,155 @@ class Stream:
         prompt_tokens: int,
         prompt: tuple[int, ...] = (),
         max_bytes: int,
-        decoder: Decoder | None,
+        decoders: Sequence[Decoder | None],
         waker: Waker,
         on_cancel: Callable[[], None],
         reader: ReaderAccount,
         delivery: Delivery = "taken",
+        total: "UnreadTotal[Stream] | None" = None,
     ) -> None:
         """Args:
         max_bytes: unread output that is kept; one put more ends the request.
-        decoder: run by the reader over tokens that came without text; None where all have text.
+        decoders: of each choice, run by the reader over tokens that came without text; None where
+          all have text.
         waker: told of a waiting task at each event; flushed by the engine.
         on_cancel: called at most once, by any thread, and never after the end.
+        total: told of all that is put.
         """
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
         self.prompt = prompt
         self._max_bytes = max_bytes
-        self._decoder = decoder
+        self._decoders = tuple(decoders)
         self._waker = waker
         self._on_cancel = on_cancel
         self.reader = reader
         self._delivery = delivery
+        self._total = total
         self._changed = threading.Condition()
         # shared, under _changed
         self._started = False
-        self._token_ids: list[int] = []
-        self._ready_s: list[float] = []
-        self._undecoded: list[int] = []
-        self._texts: list[str] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self._unread = [Unread() for _ in self._decoders]
+        self._ready: dict[int, None] = {}  # choices with something unread, the first one first
         self._num_bytes = 0
+        self._num_start_bytes = 0
         self._end: Finished | JaxserveError | None = None
+        self._is_given_up = False
         self._is_cancelled = False
         self._on_end: Callable[[], None] | None = None
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         # the reader's own
         self._has_read_start = False
-        self._is_flushed = False
+        self._next: ChoiceFinished | None = None
         self._is_over = False
 
     # the engine thread's side
 
-    def start(self) -> None:
-        """The request was scheduled for the first time."""
+    @property
+    def num_unread_bytes(self) -> int:
+        """All of it, the prompt's log-probabilities too."""
+        return self._num_bytes + self._num_start_bytes
+
+    def start(self, prompt_logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
+        """The request was scheduled for the first time, or its prompt is scored.
+
+        Args:
+          prompt_logprobs: are no output: only the bound on all streams counts them, because nobody
+            could have read them any earlier.
+        """
         with self._changed:
             self._started = True
+            self._prompt_logprobs = prompt_logprobs
+            self._num_start_bytes = logprobs_bytes(prompt_logprobs)
+            self._note(self._num_start_bytes)
             self._wake()
 
-    def put(self, token_id: int, *, now_s: float, text: str | None = None) -> bool:
+    def put(
+        self,
+        token_id: int,
+        *,
+        now_s: float,
+        text: str | None = None,
+        index: int = 0,
+        logprobs: TokenLogprobs | None = None,
+    ) -> bool:
         """Adds a token; False, and nothing is added, where the unread output would be too much.
 
         Args:
           now_s: when it was on the host.
           text: None leaves the decoding to the reader; "" is a token without text.
+          index: the choice that it belongs to.
+          logprobs: of this token; None where none are asked for.
         """
         num_bytes = TOKEN_BYTES + (len(text.encode()) if text else 0)
+        if logprobs is not None:
+            num_bytes += logprobs_bytes((logprobs,))
         with self._changed:
             if self._num_bytes + num_bytes > self._max_bytes:
                 return False
             self._num_bytes += num_bytes
-            self._token_ids.append(token_id)
-            self._ready_s.append(now_s)
+            unread = self._unread[index]
+            unread.num_bytes += num_bytes
+            unread.token_ids.append(token_id)
+            unread.ready_s.append(now_s)
+            if logprobs is not None:
+                unread.logprobs.append(logprobs)
             if text is None:
-                self._undecoded.append(token_id)
+                unread.undecoded.append(token_id)
             elif text:
-                self._texts.append(text)
+                unread.texts.append(text)
+            self._ready[index] = None
+            self._note(num_bytes)
             self._wake()
         return True
 
-    def finish(self, end: Finished | JaxserveError, *, last_text: str = "") -> None:
-        """Adds the one terminal event; `last_text` was held back and belongs before it."""
+    def finish_choice(self, end: ChoiceFinished, *, last_text: str = "") -> None:
+        """Adds the end of a choice that is not the last; `last_text` was held back before it."""
         with self._changed:
-            assert self._end is None, f"request {self.request_id} ended twice"
-            if last_text:
-                self._texts.append(last_text)
-            self._end = end
+            self._started = True  # where it never was: an end before it would be out of order
+            self._end_choice(end.index, last_text)
+            self._unread[end.index].end = end
+            self._wake()
+
+    def finish(self, end: Finished | JaxserveError, *, last_text: str = "") -> None:
+        """Adds the one terminal event; `last_text` of its choice belongs before it."""
+        with self._changed:
+            if not self._is_given_up:
+                assert self._end is None, f"request {self.request_id} ended twice"
+                if isinstance(end, Finished):
+                    self._end_choice(end.index, last_text)
+                self._end = end
             self._wake()
             on_end = self._on_end
         if on_end is not None:
             on_end()
+
+    def give_up(self, error: JaxserveError) -> None:
+        """Forgets what is unread, for want of room: the reader gets this error, whatever the end.
+
+        A stream that has not ended must be finished next.
+        """
+        with self._changed:
+            self._unread = [Unread() for _ in self._decoders]
+            self._ready.clear()
+            self._prompt_logprobs = ()
+            self._num_bytes = self._num_start_bytes = 0
+            self._is_given_up = True
+            self._end = error
+            self._wake()
+
+    def _end_choice(self, index: int, last_text: str) -> None:
+        unread = self._unread[index]
+        assert not unread.has_ended, f"choice {index} of {self.request_id} ended twice"
+        if last_text:
+            unread.texts.append(last_text)
+        unread.has_ended = True
+        self._ready[index] = None
+
+    def _note(self, num_bytes: int) -> None:
+        if self._total is not None:
+            self._total.note(num_bytes)
 
     def _wake(self) -> None:
         self._changed.notify_all()
@@ -222,7 +274,8 @@ class Stream:
 
     def _is_ready(self) -> bool:
         is_start_unread = self._started and not self._has_read_start
-        return is_start_unread or bool(self._token_ids) or self._end is not None
+        is_there = is_start_unread or bool(self._ready) or self._end is not None
+        return is_there or self._next is not None
 
     def _future(self) -> asyncio.Future[None] | None:
         """What to await before the next `_take`; None where something is there."""
@@ -236,40 +289,63 @@ class Stream:
 
     def _take(self) -> Event:
         """The next event; decoding is done unlocked, so that the engine never waits for it."""
-        with self._changed:
-            end = self._end
-            owes_start = self._started or isinstance(end, Finished)
-            if owes_start and not self._has_read_start:
-                self._has_read_start = True
-                return Started(request_id=self.request_id, prompt_tokens=self.prompt_tokens)
-            token_ids, self._token_ids = self._token_ids, []
-            ready_s, self._ready_s = self._ready_s, []
-            undecoded, self._undecoded = self._undecoded, []
-            texts, self._texts = self._texts, []
-            self._num_bytes = 0
-        text = "".join(texts)
-        text += self.reader.decode(lambda: self._decode(undecoded, end))
-        if ready_s and self._delivery == "taken":
-            self.reader.deliver(ready_s)
-        if token_ids or text:
-            return Delta(index=0, text=text, token_ids=tuple(token_ids), ready_s=tuple(ready_s))
+        while True:
+            if self._next is not None:
+                ended, self._next = self._next, None
+                return ended
+            with self._changed:
+                if (started := self._take_start()) is not None:
+                    return started
+                index = next(iter(self._ready), None)
+                if index is None:
+                    return self._take_end()
+                del self._ready[index]
+                unread, self._unread[index] = self._unread[index], Unread()
+                self._num_bytes -= unread.num_bytes
+            if (delta := self._build_delta(index, unread)) is not None:
+                return delta
+
+    def _take_start(self) -> Started | None:
+        owes_start = self._started or isinstance(self._end, Finished)
+        if self._has_read_start or not owes_start:
+            return None
+        self._has_read_start = True
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, ()
+        self._num_start_bytes = 0
+        return Started(
+            request_id=self.request_id,
+            prompt_tokens=self.prompt_tokens,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _build_delta(self, index: int, unread: Unread) -> Delta | None:
+        """Returns what came of a choice, if anything did; its end comes next."""
+        text = "".join(unread.texts)
+        text += self.reader.decode(lambda: self._decode(index, unread))
+        self._next = unread.end
+        if unread.ready_s and self._delivery == "taken":
+            self.reader.deliver(unread.ready_s)
+        if not (unread.token_ids or text):
+            return None
+        return Delta(
+            index=index,
+            text=text,
+            token_ids=tuple(unread.token_ids),
+            logprobs=tuple(unread.logprobs),
+            ready_s=tuple(unread.ready_s),
+        )
+
+    def _take_end(self) -> Finished:
+        end = self._end
         assert end is not None, "woken for nothing"
         self._is_over = True
         if isinstance(end, JaxserveError):
             raise end
         return self.complete(end) if self._delivery == "taken" else end
 
-    def _decode(self, token_ids: list[int], end: Finished | JaxserveError | None) -> str:
-        if self._decoder is None:
+    def _decode(self, index: int, unread: Unread) -> str:
+        decoder = self._decoders[index]
+        if decoder is None:
             return ""
-        text = self._decoder.push(token_ids) if token_ids else ""
-        if isinstance(end, Finished) and not self._is_flushed:
-            self._is_flushed = True
-            text += self._decoder.flush()
-        return text
-
-
-def _resolve(futures: list[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
+        text = decoder.push(unread.undecoded) if unread.undecoded else ""
+        return text + decoder.flush() if unread.has_ended else text

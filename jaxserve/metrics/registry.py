@@ -38,8 +38,10 @@ _SUFFIXES: Final = {
     "histogram": ("_bucket", "_count", "_sum"),
     "info": ("_info",),
 }
-# Errors that end a request after it was accepted; all others refuse it.
+# Errors that only end a request after it was accepted; all others refuse it.
 _LATE_ERRORS: Final = (errors.SlowReaderError, errors.DeadlineError, errors.NumericsError)
+# And of those the ones that end it too: a grammar can turn out to be too complex on the way.
+_GRAMMAR_ERRORS: Final = (errors.BadGrammarError, errors.QueueFullError)
 AUTH_FAILURES: Final = ("missing", "unknown", "expired")
 _STATE_LABELS: Final = ("not_serving", "engine_dead")
 _Family = Counter | Gauge | Histogram | Info
@@ -87,6 +89,10 @@ class Metrics:
         self.output_tokens = self._counter("output_tokens", "Tokens put into streams.")
         self.surplus_tokens = self._counter(
             "surplus_tokens", "Tokens sampled after the end was decided; never delivered."
+        )
+        self.given_up_streams = self._counter(
+            "given_up_streams",
+            "Streams of ended requests whose unread output was given up for want of room.",
         )
 
     def _make_tenants(self) -> None:
@@ -330,7 +336,7 @@ def refusal_labels() -> tuple[str, ...]:
 
 def finish_labels() -> tuple[str, ...]:
     """Returns the reasons with which an accepted request ends."""
-    late = [kind.reason.lower() for kind in _LATE_ERRORS]
+    late = [kind.reason.lower() for kind in (*_LATE_ERRORS, *_GRAMMAR_ERRORS)]
     faults = [f"error_{label}" for label in (*late, *_STATE_LABELS)]
     reasons = [reason.value for reason in FinishReason if reason is not FinishReason.TOOL_CALLS]
     return (*reasons, *faults)

@@ -3,15 +3,28 @@
 import asyncio
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
-from jaxserve.engine.events import Delta, Event, ExecutionInfo, Finished, Started, Timings, Usage
+from jaxserve.engine.events import (
+    ChoiceFinished,
+    Delta,
+    Event,
+    ExecutionInfo,
+    Finished,
+    Started,
+    Timings,
+    Usage,
+)
 from jaxserve.engine.reader_account import ReaderAccount
-from jaxserve.engine.stream import TOKEN_BYTES, Stream, Waker
-from jaxserve.errors import NumericsError
+from jaxserve.engine.stream import Decoder, Stream
+from jaxserve.engine.unread import ENTRY_BYTES, TOKEN_BYTES, UnreadTotal
+from jaxserve.engine.waker import Waker
+from jaxserve.errors import NumericsError, SlowReaderError
 from jaxserve.metrics import Metrics
+from jaxserve.plan import TokenLogprobs
 from jaxserve.request import FinishReason
 
 FINISHED = Finished(
@@ -44,17 +57,25 @@ class Letters:
 class Source:
     """A stream with the list of what was asked of its engine."""
 
-    def __init__(self, *, max_bytes: int = 1 << 20, decoder: Letters | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_bytes: int = 1 << 20,
+        decoder: Letters | None = None,
+        decoders: Sequence[Decoder | None] | None = None,
+        total: UnreadTotal[Stream] | None = None,
+    ) -> None:
         self.num_cancels = 0
         self.waker = Waker()
         self.stream = Stream(
             request_id="a",
             prompt_tokens=3,
             max_bytes=max_bytes,
-            decoder=decoder,
+            decoders=[decoder] if decoders is None else decoders,
             waker=self.waker,
             on_cancel=self._count_cancel,
             reader=ReaderAccount(Metrics(), lambda: 0.0, times_decoding=False),
+            total=total,
         )
 
     def _count_cancel(self) -> None:
@@ -297,3 +318,185 @@ def test_a_closed_event_loop_does_not_disturb_the_writer() -> None:
     source.waker.flush()
     assert source.num_cancels == 0
     waiting._log_destroy_pending = False  # type: ignore[attr-defined]  # its loop is gone, as meant
+
+
+def entry(token_id: int, num_top: int = 0) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=token_id,
+        logprob=-float(token_id),
+        rank=token_id + 1,
+        top_ids=tuple(range(num_top)),
+        top_logprobs=(-1.0,) * num_top,
+    )
+
+
+def ended(index: int, stop: str | None = None) -> ChoiceFinished:
+    return ChoiceFinished(index=index, reason=FinishReason.STOP, matched_stop=stop)
+
+
+def test_each_choice_has_its_deltas_and_then_its_end_and_the_last_end_is_the_requests() -> None:
+    stream = Source(decoders=[Letters(), None, Letters()]).stream
+    stream.start()
+    stream.put(ord("a"), now_s=0.0)
+    stream.put(ord("x"), now_s=0.0, index=2)
+    stream.put(1, now_s=0.0, text="st", index=1)
+    stream.put(ord("y"), now_s=0.0, index=2)
+    stream.finish_choice(ended(1, "p"), last_text="o")
+    stream.put(ord("b"), now_s=0.0)
+    stream.finish_choice(ended(2))
+    stream.finish(FINISHED)
+    assert list(stream) == [
+        STARTED,
+        Delta(index=0, text="ab", token_ids=ids("ab")),
+        Delta(index=2, text="xy", token_ids=ids("xy")),
+        ended(2),
+        Delta(index=1, text="sto", token_ids=(1,)),
+        ended(1, "p"),
+        FINISHED,
+    ]
+
+
+def test_a_choice_that_ends_before_anything_was_scheduled_starts_the_stream() -> None:
+    stream = Source(decoders=[None, None]).stream
+    stream.finish_choice(ended(1))
+    events = iter(stream)
+    assert [next(events), next(events)] == [STARTED, ended(1)]
+    stream.finish(FINISHED)
+    assert list(events) == [FINISHED]
+
+
+def test_who_reads_in_between_gets_each_choices_text_whole() -> None:
+    stream = Source(decoders=[Letters(), Letters()]).stream
+    stream.start()
+    events = iter(stream)
+    assert next(events) == STARTED
+    stream.put(ord("a"), now_s=0.0, index=1)
+    assert next(events) == Delta(index=1, text="", token_ids=ids("a"))
+    stream.put(ord("k"), now_s=0.0)
+    stream.finish_choice(ended(1))
+    assert next(events) == Delta(index=1, text="a", token_ids=())
+    assert next(events) == ended(1)
+    stream.put(ord("l"), now_s=0.0)
+    stream.finish(FINISHED)
+    assert list(events) == [Delta(index=0, text="kl", token_ids=ids("kl")), FINISHED]
+
+
+def test_ending_a_choice_twice_is_a_fault_of_ours() -> None:
+    stream = Source(decoders=[None, None]).stream
+    stream.finish_choice(ended(1))
+    with pytest.raises(AssertionError, match="choice 1 of a ended twice"):
+        stream.finish_choice(ended(1))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_logprobs_stay_beside_their_tokens_however_deltas_merge(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    stream = Source(decoders=[Letters(), Letters(), None]).stream
+    stream.start()
+    events = iter(stream)
+    assert next(events) == STARTED
+    put: list[list[int]] = [[], [], []]
+    got: list[list[int]] = [[], [], []]
+    for token_id in range(60):
+        index = int(random.integers(3))
+        text = "t" if index == 2 else None
+        logprobs = entry(token_id, num_top=token_id % 3)
+        stream.put(token_id, now_s=0.0, text=text, index=index, logprobs=logprobs)
+        put[index].append(token_id)
+        while stream._ready and random.random() < 0.4:
+            delta = next(events)
+            assert isinstance(delta, Delta)
+            assert [one.token_id for one in delta.logprobs] == list(delta.token_ids)
+            assert [len(one.top_ids) for one in delta.logprobs] == [
+                token_id % 3 for token_id in delta.token_ids
+            ]
+            got[delta.index] += delta.token_ids
+    stream.finish(FINISHED)
+    for delta in list(events)[:-1]:
+        assert isinstance(delta, Delta)
+        assert [one.token_id for one in delta.logprobs] == list(delta.token_ids)
+        got[delta.index] += delta.token_ids
+    assert got == put
+
+
+def test_the_prompts_logprobs_come_with_the_start_whatever_room_there_is() -> None:
+    prompt = tuple(entry(token_id, num_top=5) for token_id in range(100))
+    stream = Source(max_bytes=2 * TOKEN_BYTES).stream
+    stream.start(prompt)
+    assert stream.num_unread_bytes == 100 * 6 * ENTRY_BYTES
+    assert stream.put(1, now_s=0.0, text="")
+    events = iter(stream)
+    assert next(events) == Started(request_id="a", prompt_tokens=3, prompt_logprobs=prompt)
+    assert stream.num_unread_bytes == TOKEN_BYTES
+    stream.finish(FINISHED)
+    assert list(events) == [Delta(index=0, text="", token_ids=(1,)), FINISHED]
+
+
+def test_unread_logprobs_count_for_the_bound_and_so_do_all_choices_together() -> None:
+    room = 3 * TOKEN_BYTES + 4 * ENTRY_BYTES
+    stream = Source(max_bytes=room, decoders=[None, None]).stream
+    stream.start()
+    assert stream.put(1, now_s=0.0, text="", logprobs=entry(1, num_top=2))
+    assert not stream.put(2, now_s=0.0, text="", index=1, logprobs=entry(2, num_top=1))
+    assert stream.put(2, now_s=0.0, text="", index=1, logprobs=entry(2))
+    assert stream.num_unread_bytes == 2 * TOKEN_BYTES + 4 * ENTRY_BYTES
+    events = iter(stream)
+    assert next(events) == STARTED
+    assert next(events) == Delta(index=0, text="", token_ids=(1,), logprobs=(entry(1, num_top=2),))
+    assert stream.num_unread_bytes == TOKEN_BYTES + ENTRY_BYTES  # the other's are still there
+    assert stream.put(3, now_s=0.0, text="", logprobs=entry(3, num_top=2))
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_stream_that_is_given_up_ends_with_the_error_alone(has_ended: bool) -> None:
+    stream = Source(decoders=[Letters(), None]).stream
+    calls: list[str] = []
+    stream.call_at_end(lambda: calls.append("end"))
+    stream.start((entry(1),))
+    stream.put(ord("a"), now_s=0.0)
+    if has_ended:
+        stream.finish_choice(ended(1))
+        stream.finish(FINISHED)
+    error = SlowReaderError("too slow")
+    stream.give_up(error)
+    assert stream.num_unread_bytes == 0
+    if not has_ended:
+        stream.finish(error)
+    assert calls == ["end"]
+    events = iter(stream)
+    assert next(events) == STARTED
+    with pytest.raises(SlowReaderError, match="too slow"):
+        next(events)
+    assert list(stream) == []
+
+
+def test_what_all_streams_put_is_counted_and_the_fullest_is_found() -> None:
+    total: UnreadTotal[Stream] = UnreadTotal(10 * TOKEN_BYTES)
+    streams = [Source(total=total).stream for _ in range(3)]
+    for stream in streams:
+        total.watch(stream)
+        stream.start()
+    for count, stream in zip((2, 5, 3), streams, strict=True):
+        for token_id in range(count):
+            assert stream.put(token_id, now_s=0.0, text="")
+    assert total.find_largest() is None  # exactly full
+    streams[0].put(9, now_s=0.0, text="")
+    assert total.find_largest() is streams[1]
+    list(zip(range(2), streams[1], strict=False))  # it reads after all
+    assert total.find_largest() is None
+
+
+def test_a_stream_that_nobody_holds_counts_no_longer() -> None:
+    total: UnreadTotal[Stream] = UnreadTotal(3 * TOKEN_BYTES)
+    lost, held = Source(total=total), Source(total=total)
+    for source in (lost, held):
+        total.watch(source.stream)
+        source.stream.start()
+        for token_id in range(2):
+            source.stream.put(token_id, now_s=0.0, text="")
+    del lost, source
+    gc.collect()
+    assert total.find_largest() is None
+    held.stream.put(2, now_s=0.0, text="")
+    held.stream.put(3, now_s=0.0, text="")
+    assert total.find_largest() is held.stream

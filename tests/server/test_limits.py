@@ -9,7 +9,8 @@ import pytest
 from jaxserve.client import AsyncClient, BadRequestError, OverloadedError
 from jaxserve.config import LimitsSection
 from jaxserve.engine.reader_account import ReaderAccount
-from jaxserve.engine.stream import Delivery, Stream, Waker
+from jaxserve.engine.stream import Delivery, Stream
+from jaxserve.engine.waker import Waker
 from jaxserve.errors import SlowReaderError
 from jaxserve.gen import generation_pb2
 from jaxserve.request import GenerationRequest
@@ -174,7 +175,7 @@ class HandFed:
             request_id=asked.id,
             prompt_tokens=1,
             max_bytes=MIB,
-            decoder=None,
+            decoders=[None],
             waker=self._waker,
             on_cancel=lambda: self.cancelled.append(asked.id),
             reader=self._reader,

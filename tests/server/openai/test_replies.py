@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.engine import Completion, Timings, Usage
+from jaxserve.engine import Choice, Completion, Timings, Usage
 from jaxserve.engine.limits import resolve
 from jaxserve.errors import (
     EngineDeadError,
@@ -19,11 +19,9 @@ from tests.engines import build_engine
 
 
 def say(text: str, *, reason: FinishReason = FinishReason.EOS, cached: int = 0) -> Completion:
+    choice = Choice(text=text, token_ids=tuple(text.encode()), finish_reason=reason)
     return Completion(
-        text=text,
-        token_ids=tuple(text.encode()),
-        finish_reason=reason,
-        matched_stop=None,
+        choices=(choice,),
         usage=Usage(prompt_tokens=3, completion_tokens=len(text), cached_prompt_tokens=cached),
         timings=Timings(),
     )

@@ -1,0 +1,107 @@
+"""One choice of a request while it is in the engine: its text, its stops, its mask, its end."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Final
+
+from jaxserve.engine.stream import Decoder
+from jaxserve.request import FinishReason
+from jaxserve.text.constraints import Constraint
+from jaxserve.text.stops import StopMatcher
+
+if TYPE_CHECKING:
+    from jaxserve.engine.live_request import LiveRequest
+
+# without stop strings, STOP too is by a token id
+ENDS_BY_ID: Final = frozenset({FinishReason.EOS, FinishReason.STOP})
+
+
+class StopText:
+    """The text of a choice with stop strings, cut exactly where one matches.
+
+    A stop that is complete before `min_tokens` does not count.
+
+    Attributes:
+      text: what the last token lets out; less than its own text while a stop may be beginning.
+      matched: the stop string that was found.
+    """
+
+    def __init__(self, *, decoder: Decoder, matcher: StopMatcher, min_tokens: int) -> None:
+        self.text = ""
+        self.matched: str | None = None
+        self._decoder = decoder
+        self._matcher = matcher
+        self._min_tokens = min_tokens
+
+    def push(self, token_id: int, *, output_index: int) -> bool:
+        """Takes the next token; True where a stop string is complete."""
+        self.text = self._decoder.push([token_id])
+        if output_index < self._min_tokens:
+            self.text = self._matcher.push_unmatched(self.text)
+            return False
+        found = self._matcher.push(self.text)
+        self.text, self.matched = found.text, found.matched
+        return found.matched is not None
+
+    def push_stop_id(self, token_id: int, *, is_text_kept: bool) -> None:
+        """Takes a token that ends the choice by its id: nothing is held back any more."""
+        self.text = self._matcher.flush()
+        self.text += self._decoder.push([token_id]) if is_text_kept else ""
+
+    def flush(self) -> str:
+        """Returns the text still held back at an end that no stop string made."""
+        if self.matched is not None:
+            return ""
+        return self._matcher.flush() + self._decoder.flush()
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class LiveChoice:
+    """What the engine thread knows of one choice.
+
+    Attributes:
+      stops: makes the text here; None leaves that to the reader.
+      constraint: what may be drawn next; None is everything. It has seen each delivered token once.
+      num_output: tokens delivered.
+      has_ended: its end is in the stream.
+    """
+
+    live: "LiveRequest"
+    index: int
+    stops: StopText | None
+    constraint: Constraint | None
+    num_output: int = 0
+    last_token_s: float | None = None
+    last_token_id: int | None = None
+    has_ended: bool = False
+
+    def match(self, token_id: int) -> bool:
+        """Searches the next token's text; True where a stop string ends the choice with it."""
+        if self.stops is None:
+            return False
+        request = self.live.request
+        sampling = request.sampling
+        if token_id in request.stop_ids and self.num_output >= sampling.min_tokens:
+            self.stops.push_stop_id(token_id, is_text_kept=sampling.include_stop_text)
+            return False
+        return self.stops.push(token_id, output_index=self.num_output)
+
+    def text_of(self, finish: FinishReason | None) -> str | None:
+        """Returns the last token's text, given how the choice ends with it; None is the reader's
+        to decode."""
+        if self.stops is not None:
+            return self.stops.text
+        if finish in ENDS_BY_ID and not self.live.request.sampling.include_stop_text:
+            return ""
+        return None
+
+    def matched_stop(self, reason: FinishReason) -> str | int | None:
+        """Returns the stop string or the stop token id that ended it."""
+        if reason is not FinishReason.STOP:
+            return None
+        if self.stops is not None and self.stops.matched is not None:
+            return self.stops.matched
+        return self.last_token_id
+
+    def flush(self) -> str:
+        """Returns the text that was held back."""
+        return self.stops.flush() if self.stops else ""
