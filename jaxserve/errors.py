@@ -25,6 +25,7 @@ JaxserveError
 │   ├── SlowReaderError          the client reads slower than the stream's buffer allows
 │   ├── DeadlineError            the deadline passed before the first token
 │   └── NumericsError            this request's logits were not finite
+├── RequestCancelledError    ended from outside by its id; there is no output that could stand
 ├── NotServingError          starting, draining or stopped: not begun, or not done by then
 └── EngineDeadError          the engine failed; every request in it ends with this
 """
@@ -208,6 +209,10 @@ class NumericsError(RequestError):
     """This request's logits were not finite; its batch mates go on."""
 
     reason = "NUMERICS"
+
+
+class RequestCancelledError(JaxserveError):
+    """Ended from outside by its id, where there is no output that could stand."""
 
 
 class NotServingError(JaxserveError):

@@ -16,6 +16,7 @@ Code = Literal[
     "FAILED_PRECONDITION",
     "RESOURCE_EXHAUSTED",
     "DEADLINE_EXCEEDED",
+    "CANCELLED",
     "INTERNAL",
     "UNAVAILABLE",
 ]
@@ -63,6 +64,7 @@ TABLE: Final[Mapping[type[errors.JaxserveError], Row]] = {
     errors.QueueFullError: Row("RESOURCE_EXHAUSTED", 429),
     errors.SlowReaderError: Row("RESOURCE_EXHAUSTED", 429),
     errors.DeadlineError: Row("DEADLINE_EXCEEDED", 504),
+    errors.RequestCancelledError: Row("CANCELLED", 499, "CANCELLED"),
     errors.NumericsError: Row("INTERNAL", 500),
     errors.NotServingError: Row("UNAVAILABLE", 503, "NOT_SERVING"),
     errors.EngineDeadError: _ENGINE_DEAD,

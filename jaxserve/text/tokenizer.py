@@ -189,6 +189,12 @@ class Tokenizer:
             | ({"name": message.name} if message.name else {})
             for message in prompt.messages
         ]
+    def encode_beginning(self, text: str) -> list[int]:
+        """Returns the ids of a text that goes on: as `encode`, without what goes last."""
+        ids = self.encode(text, add_special_tokens=False)
+        prefix = self._prefix_ids
+        return ids if ids[: len(prefix)] == prefix else prefix + ids
+
         texts = [*strings_in(messages), *strings_in(dict(prompt.template_kwargs))]
         for text in texts:
             _check_unicode(text)
