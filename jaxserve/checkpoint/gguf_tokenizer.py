@@ -75,6 +75,7 @@ def _with_roles(
     """Returns the tokenizer with its BOS, EOS and chat template, as the metadata says."""
     template = file.metadata.get("tokenizer.chat_template")
     chat_template = template if isinstance(template, str) else None
+    tool_template = file.metadata.get("tokenizer.chat_template.tool_use")
     num_tokens = backend.get_vocab_size()
     ids = {
         name: _token_id(file, f"tokenizer.ggml.{name}_token_id", num_tokens, default_ids.get(name))
@@ -95,6 +96,7 @@ def _with_roles(
         add_bos=_flag(file, "add_bos_token", default=adds_bos),
         add_eos=_flag(file, "add_eos_token", default=False),
         chat_template=chat_template,
+        tool_template=tool_template if isinstance(tool_template, str) else None,
         named_tokens={
             name: token
             for name, id in named.items()

@@ -42,6 +42,18 @@ class ModelSection(Section):
     max_model_tokens: int | None = pydantic.Field(
         None, ge=2, description="Longest prompt + output. Unset: min(model, pool)."
     )
+    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "qwen", "qwen_coder"] = (
+        pydantic.Field(
+            "auto",
+            description="How tool calls are read from a chat's output. auto: by the chat "
+            "template; none: they stay in the text; qwen is hermes.",
+        )
+    )
+    reasoning_parser: Literal["auto", "none", "think", "mistral"] = pydantic.Field(
+        "auto",
+        description="How reasoning is read from a chat's output. auto: by the chat template; "
+        "none: it stays in the text.",
+    )
 
 
 class KVSection(Section):

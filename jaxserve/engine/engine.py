@@ -35,6 +35,7 @@ from jaxserve.plan import Runner, StepPlan, StepResult, TokenMask
 from jaxserve.request import FinishReason, GenerationRequest, Request, StructuredOutput
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.scheduler import Scheduler, Update
+from jaxserve.text.chat_output import find_parsers
 from jaxserve.text.constraints import Constraint, Constraints
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -50,6 +51,7 @@ class Engine:
 
     Attributes:
       error: what the engine died of; None while it lives.
+      parsers: how tool calls and reasoning are read from a chat's output.
       kv_token_bytes: of a token's keys and values over all layers; 0 where it is not known.
       quotas: what each tenant may use; nothing is limited until somebody sets limits.
       trace: the last steps and requests; None where none are kept.
@@ -70,6 +72,9 @@ class Engine:
         page_bytes: size of a KV page over all layers, for the gauges.
         """
         self.tokenizer = tokenizer
+        self.parsers = find_parsers(
+            tokenizer, tool=config.model.tool_parser, reasoning=config.model.reasoning_parser
+        )
         self.config = config
         self.model = model
         self.metrics = metrics

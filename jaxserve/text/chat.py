@@ -33,7 +33,11 @@ _EVALUATION_ERRORS = (
 
 
 class ChatTemplate:
-    """A compiled template. Immutable; each rendering has a budget of its own."""
+    """A compiled template. Immutable; each rendering has a budget of its own.
+
+    Attributes:
+      source: as it was written.
+    """
 
     def __init__(self, source: str) -> None:
         """Raises:
@@ -45,6 +49,7 @@ class ChatTemplate:
                 f"{MAX_TEMPLATE_BYTES}; send the prompt as text or token ids",
                 field="chat",
             )
+        self.source = source
         try:
             self._template = BoundedEnvironment().from_string(source)
         except _EVALUATION_ERRORS as error:

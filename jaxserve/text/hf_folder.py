@@ -42,7 +42,8 @@ def load_tokenizer(folder: Path, *, eos_ids: Iterable[int] = ()) -> Tokenizer:
     named = _read_named_tokens(read_json_object(folder / "special_tokens_map.json"))
     named |= _read_named_tokens(settings)
     _add_listed_tokens(backend, settings, folder)
-    template = _read_template(folder, settings)
+    templates = _read_templates(folder, settings)
+    template = templates.get("default")
     ids = {name: backend.token_to_id(token) for name, token in named.items()}
     for name in ("bos_token", "eos_token"):
         if name in named and ids[name] is None:
@@ -60,6 +61,7 @@ def load_tokenizer(folder: Path, *, eos_ids: Iterable[int] = ()) -> Tokenizer:
         add_bos=_read_flag(settings, "add_bos_token", folder),
         add_eos=_read_flag(settings, "add_eos_token", folder),
         chat_template=template,
+        tool_template=templates.get("tool_use"),
         named_tokens=named,
     )
 
@@ -153,19 +155,35 @@ def _read_flag(settings: Mapping[str, object], name: str, folder: Path) -> bool 
     )
 
 
-def _read_template(folder: Path, settings: Mapping[str, object]) -> str | None:
-    """Returns chat_template.jinja, else tokenizer_config's string, or the one named default."""
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"cannot read {path}: {error}") from error
+def _read_templates(folder: Path, settings: Mapping[str, object]) -> dict[str, str]:
+    """Returns the chat templates by name: default, and for conversations with tools tool_use.
+
+    Files count before tokenizer_config.json, as in transformers.
+    """
+    templates = _read_listed_templates(folder, settings)
+    paths = {
+        "default": folder / "chat_template.jinja",
+        "tool_use": folder / "additional_chat_templates" / "tool_use.jinja",
+    }
+    if paths["default"].exists():  # they are all in files then
+        templates = {}
+    for name, path in paths.items():
+        if path.exists():
+            try:
+                templates[name] = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"cannot read {path}: {error}") from error
+    return templates
+
+
+def _read_listed_templates(folder: Path, settings: Mapping[str, object]) -> dict[str, str]:
     match settings.get("chat_template"):
-        case None | str() as template:
-            return template
+        case None:
+            return {}
+        case str() as template:
+            return {"default": template}
         case list() as named if all(_is_named_template(item) for item in named):
-            return next((item["template"] for item in named if item["name"] == "default"), None)
+            return {item["name"]: item["template"] for item in named}
     raise CheckpointError(
         f"{folder / 'tokenizer_config.json'}: chat_template must be a text, or a list of objects "
         "with name and template; correct it or remove it"

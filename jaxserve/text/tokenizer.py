@@ -8,9 +8,15 @@ from typing import Literal
 
 import tokenizers
 
-from jaxserve.errors import CheckpointError, InvalidRequestError, NoChatTemplateError
+from jaxserve.errors import (
+    CheckpointError,
+    InvalidRequestError,
+    NoChatTemplateError,
+    UnsupportedError,
+)
 from jaxserve.request import ChatPrompt
 from jaxserve.text.chat import ChatTemplate
+from jaxserve.text.messages import TemplateTraits, build_messages, find_traits, plain_traits
 from jaxserve.text.shield import Shield, split_marked, strings_in
 from jaxserve.text.token_bytes import read_byte_rules
 
@@ -31,6 +37,7 @@ class Tokenizer:
     Attributes:
       bos_id: None if there is none.
       eos_ids: the ids that end an output, from all sources the loader knew.
+      tool_template: takes the place of `chat_template` where there are tools; None for most.
       add_bos: whether `encode` puts BOS (or the model's other prefix ids) first.
       add_eos: whether `encode` puts EOS (or the model's other suffix ids) last.
       special_ids: left out of text by `skip_special_tokens`.
@@ -49,6 +56,7 @@ class Tokenizer:
         add_bos: bool | None = None,
         add_eos: bool | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
         named_tokens: Mapping[str, str] | None = None,
     ) -> None:
         """Args:
@@ -78,6 +86,7 @@ class Tokenizer:
         self._suffix_ids = _choose_ids("eos", add_eos, eos_id, after)
         self.add_bos, self.add_eos = bool(self._prefix_ids), bool(self._suffix_ids)
         self.chat_template = chat_template
+        self.tool_template = tool_template
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._rules = read_byte_rules(backend)
         self.separator = self._rules.separator
@@ -96,6 +105,7 @@ class Tokenizer:
         add_bos: bool | None = None,
         add_eos: bool | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
         named_tokens: Mapping[str, str] | None = None,
     ) -> "Tokenizer":
         """Returns a tokenizer around one of the `tokenizers` library, which it then owns."""
@@ -107,6 +117,7 @@ class Tokenizer:
             add_bos=add_bos,
             add_eos=add_eos,
             chat_template=chat_template,
+            tool_template=tool_template,
             named_tokens=named_tokens,
         )
 
@@ -120,6 +131,7 @@ class Tokenizer:
                 self._prefix_ids,
                 self._suffix_ids,
                 self.chat_template,
+                *([self.tool_template] if self.tool_template else []),
             ],
             sort_keys=True,
         )
@@ -142,6 +154,11 @@ class Tokenizer:
                 settings[name] = bool(around)
         if self.chat_template is not None:
             settings["chat_template"] = self.chat_template
+        if self.chat_template is not None and self.tool_template is not None:
+            settings["chat_template"] = [
+                {"name": "default", "template": self.chat_template},
+                {"name": "tool_use", "template": self.tool_template},
+            ]
         return {
             "tokenizer.json": self._backend.to_str(pretty=True),
             "tokenizer_config.json": json.dumps(settings, indent=1, sort_keys=True),
@@ -172,6 +189,12 @@ class Tokenizer:
             ids, offsets = ids + suffix, offsets + [end] * len(suffix)
         return ids, offsets
 
+    def encode_beginning(self, text: str) -> list[int]:
+        """Returns the ids of a text that goes on: as `encode`, without what goes last."""
+        ids = self.encode(text, add_special_tokens=False)
+        prefix = self._prefix_ids
+        return ids if ids[: len(prefix)] == prefix else prefix + ids
+
     def encode_inside(self, text: str) -> list[int]:
         """Returns the ids of a text as they are inside another one; special tokens are parsed."""
         return self._encode_inside(self._backend, text, False)
@@ -184,25 +207,19 @@ class Tokenizer:
           InvalidRequestError: the template refuses the conversation, or a text in it cannot be
             encoded as plain text.
         """
-        messages = [
-            {"role": message.role, "content": message.content}
-            | ({"name": message.name} if message.name else {})
-            for message in prompt.messages
-        ]
-    def encode_beginning(self, text: str) -> list[int]:
-        """Returns the ids of a text that goes on: as `encode`, without what goes last."""
-        ids = self.encode(text, add_special_tokens=False)
-        prefix = self._prefix_ids
-        return ids if ids[: len(prefix)] == prefix else prefix + ids
-
-        texts = [*strings_in(messages), *strings_in(dict(prompt.template_kwargs))]
+        template, traits = self._choose_template(prompt)
+        messages: object = build_messages(prompt.messages, traits)
+        variables: dict[str, object] = dict(prompt.template_kwargs)
+        if prompt.tools:
+            variables["tools"] = list(prompt.tools)
+        texts = [*strings_in([messages, variables])]
         for text in texts:
             _check_unicode(text)
-        mark = self._shield.pick_mark([*texts, self.chat_template or ""])
-        rendered = self._template.render(
+        mark = self._shield.pick_mark([*texts, template.source])
+        rendered = template.render(
             self._shield.apply(messages, mark),
             add_generation_prompt=prompt.add_generation_prompt,
-            variables=self._named_tokens | self._shield_kwargs(prompt.template_kwargs, mark),
+            variables=self._named_tokens | self._shield_kwargs(variables, mark),
         )
         ids: list[int] = []
         for piece, is_callers in split_marked(rendered, mark):
@@ -233,13 +250,49 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id) if 0 <= token_id < NUM_UINT32 else None
         return b"" if token is None else self._rules.spell(token)
 
+    def find_special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Returns the ids of those texts that are special tokens."""
+        wanted = set(texts)
+        return frozenset(id for id in self.special_ids if self._added[id] in wanted)
+
+    @functools.cached_property
+    def has_tools(self) -> bool:
+        """Whether the chat template tells the model of tools."""
+        return self.chat_template is not None and self._tool_traits.renders_tools
+
+    def _choose_template(self, prompt: ChatPrompt) -> tuple[ChatTemplate, TemplateTraits]:
+        """Returns the template for a conversation with its traits.
+
+        Raises:
+          NoChatTemplateError: there is none.
+          UnsupportedError: tools, and a template that does not know of them.
+        """
+        if prompt.tools:
+            if not self._tool_traits.renders_tools:
+                raise UnsupportedError(
+                    "the conversation has tools, but this model's chat template has no place for "
+                    "them; leave them out, or serve the model with a template that has",
+                    field="chat.tools",
+                )
+            return self._tool_template, self._tool_traits
+        has_calls = any(message.tool_calls for message in prompt.messages)
+        return self._template, self._traits if has_calls else plain_traits(self._template.source)
+
     @functools.cached_property
     def _template(self) -> ChatTemplate:
-        if self.chat_template is None:
-            raise NoChatTemplateError(
-                "this model has no chat template; send the prompt as text or token ids"
-            )
-        return ChatTemplate(self.chat_template)
+        return _compile_template(self.chat_template)
+
+    @functools.cached_property
+    def _tool_template(self) -> ChatTemplate:
+        return _compile_template(self.tool_template or self.chat_template)
+
+    @functools.cached_property
+    def _traits(self) -> TemplateTraits:
+        return find_traits(self._template, self._named_tokens)
+
+    @functools.cached_property
+    def _tool_traits(self) -> TemplateTraits:
+        return find_traits(self._tool_template, self._named_tokens)
 
     @functools.cached_property
     def _control_ids(self) -> frozenset[int]:
@@ -295,6 +348,14 @@ class Tokenizer:
         if ids[: len(newline)] == newline:
             return ids[len(newline) :]
         return list(backend.encode(text, add_special_tokens=False).ids)
+
+
+def _compile_template(source: str | None) -> ChatTemplate:
+    if source is None:
+        raise NoChatTemplateError(
+            "this model has no chat template; send the prompt as text or token ids"
+        )
+    return ChatTemplate(source)
 
 
 def _read_surrounding_ids(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
