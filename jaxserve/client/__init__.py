@@ -24,8 +24,9 @@ from jaxserve.client.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from jaxserve.client.requests import GenerateOptions
+from jaxserve.client.requests import GenerateOptions, ScoreItem
 from jaxserve.client.results import (
+    Choice,
     Delta,
     Event,
     Execution,
@@ -33,12 +34,19 @@ from jaxserve.client.results import (
     Generation,
     Health,
     Model,
+    Score,
+    Scores,
     Start,
     Timings,
+    TokenLogprob,
     Tokens,
+    ToolCall,
+    ToolCallDelta,
+    TopLogprob,
     Usage,
 )
-from jaxserve.request import ChatMessage, ChatPrompt, FinishReason
+from jaxserve.client.transport import Tls
+from jaxserve.request import ChatMessage, ChatPrompt, FinishReason, StructuredOutput
 
 __all__ = [
     "AsyncClient",
@@ -47,6 +55,7 @@ __all__ = [
     "CallDeadlineError",
     "ChatMessage",
     "ChatPrompt",
+    "Choice",
     "Client",
     "ConflictError",
     "Delta",
@@ -63,11 +72,20 @@ __all__ = [
     "OverloadedError",
     "PermissionDeniedError",
     "PreconditionError",
+    "Score",
+    "ScoreItem",
+    "Scores",
     "ServerError",
     "ServerFaultError",
     "Start",
+    "StructuredOutput",
     "Timings",
+    "Tls",
+    "TokenLogprob",
     "Tokens",
+    "ToolCall",
+    "ToolCallDelta",
+    "TopLogprob",
     "UnauthenticatedError",
     "UnavailableError",
     "Usage",

@@ -9,7 +9,7 @@ from typing import Self, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.client import requests, results
+from jaxserve.client import reading, requests, results, transport
 from jaxserve.client.errors import (
     CallDeadlineError,
     UnavailableError,
@@ -17,7 +17,8 @@ from jaxserve.client.errors import (
     read_error,
     server_errors,
 )
-from jaxserve.client.requests import GenerateOptions, Prompt
+from jaxserve.client.requests import GenerateOptions, Prompt, ScoreItem
+from jaxserve.client.transport import MAX_MESSAGE_BYTES, Tls
 from jaxserve.gen import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from jaxserve.request import ChatPrompt
 
@@ -37,13 +38,29 @@ class AsyncClient:
     deadline, which the server knows and keeps. Cancelling the task cancels the request.
     """
 
-    def __init__(self, target: str, *, max_message_bytes: int = requests.MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        tls: Tls | None = None,
+        key: str = "",
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
         """Args:
-        target: "host:port".
+        target: "host:port", or "unix:/path".
+        tls: None is plaintext, where a key can be read on the way.
+        key: for a server that asks for one; empty for none.
         max_message_bytes: largest message sent or received.
         """
-        options = requests.channel_options(max_message_bytes)
-        self._channel = grpc.aio.insecure_channel(target, options=options)
+        options = transport.channel_options(max_message_bytes, tls)
+        self._metadata = transport.call_metadata(key)
+        self._channel = (
+            grpc.aio.insecure_channel(target, options=options)
+            if tls is None
+            else grpc.aio.secure_channel(
+                target, transport.channel_credentials(tls), options=options
+            )
+        )
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._model = model_pb2_grpc.ModelServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -59,9 +76,9 @@ class AsyncClient:
         request = requests.build_generate(prompt, options)
         with server_errors():
             response: generation_pb2.GenerateResponse = await self._generation.Generate(
-                request, timeout=timeout_s
+                request, timeout=timeout_s, metadata=self._metadata
             )
-        return results.read_generation(response)
+        return reading.read_generation(response)
 
     async def stream(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
@@ -72,13 +89,50 @@ class AsyncClient:
         `contextlib.aclosing`, else when it is collected.
         """
         request = requests.build_generate(prompt, options)
-        call = self._generation.StreamGenerate(request, timeout=timeout_s)
+        reader = reading.EventReader()
+        call = self._generation.StreamGenerate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             with server_errors():
                 async for message in call:
-                    yield results.read_event(message)
+                    for event in reader.read(message):
+                        yield event
         finally:
             call.cancel()
+
+    async def score(
+        self,
+        items: Sequence[ScoreItem],
+        *,
+        request_id: str = "",
+        model: str = "",
+        priority: int = 0,
+        include_token_logprobs: bool = False,
+        timeout_s: float | None = None,
+    ) -> results.Scores:
+        """Returns how likely each item's continuation is after its context."""
+        request = requests.build_score(
+            items,
+            request_id=request_id,
+            model=model,
+            priority=priority,
+            include_token_logprobs=include_token_logprobs,
+        )
+        with server_errors():
+            response: generation_pb2.ScoreResponse = await self._generation.Score(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+        return reading.read_scores(response)
+
+    async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
+        """Ends a running request, whose output so far stands; returns whether it was there."""
+        request = generation_pb2.CancelGenerationRequest(request_id=request_id)
+        with server_errors():
+            response: generation_pb2.CancelGenerationResponse = (
+                await self._generation.CancelGeneration(
+                    request, timeout=timeout_s, metadata=self._metadata
+                )
+            )
+        return response.found
 
     async def tokenize(
         self,
@@ -102,9 +156,9 @@ class AsyncClient:
         )
         with server_errors():
             response: generation_pb2.TokenizeResponse = await self._generation.Tokenize(
-                request, timeout=timeout_s
+                request, timeout=timeout_s, metadata=self._metadata
             )
-        return results.read_tokens(response)
+        return reading.read_tokens(response)
 
     async def detokenize(
         self,
@@ -120,7 +174,7 @@ class AsyncClient:
         )
         with server_errors():
             response: generation_pb2.DetokenizeResponse = await self._generation.Detokenize(
-                request, timeout=timeout_s
+                request, timeout=timeout_s, metadata=self._metadata
             )
         return response.text
 
@@ -128,9 +182,9 @@ class AsyncClient:
         """Returns the served models."""
         with server_errors():
             response: model_pb2.ListModelsResponse = await self._model.ListModels(
-                model_pb2.ListModelsRequest(), timeout=timeout_s
+                model_pb2.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
             )
-        return results.read_models(response.models)
+        return reading.read_models(response.models)
 
     async def health(self, *, timeout_s: float | None = None) -> results.Health:
         """Returns whether the server is alive and takes requests; raises where nobody answers."""
@@ -149,7 +203,10 @@ class AsyncClient:
         request = health_pb2.HealthCheckRequest(service=requests.GENERATION)
         while True:
             call = self._health.Watch(
-                request, timeout=max(end_s - time.monotonic(), 0.0), wait_for_ready=True
+                request,
+                timeout=max(end_s - time.monotonic(), 0.0),
+                wait_for_ready=True,
+                metadata=self._metadata,
             )
             try:
                 async for message in call:
@@ -183,6 +240,6 @@ class AsyncClient:
         request = health_pb2.HealthCheckRequest(service=service)
         with server_errors():
             response: health_pb2.HealthCheckResponse = await self._health.Check(
-                request, timeout=timeout_s
+                request, timeout=timeout_s, metadata=self._metadata
             )
         return bool(response.status == SERVING)

@@ -8,7 +8,7 @@ from typing import Self, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.client import requests, results
+from jaxserve.client import reading, requests, results, transport
 from jaxserve.client.errors import (
     CallDeadlineError,
     UnavailableError,
@@ -16,7 +16,8 @@ from jaxserve.client.errors import (
     read_error,
     server_errors,
 )
-from jaxserve.client.requests import GenerateOptions, Prompt
+from jaxserve.client.requests import GenerateOptions, Prompt, ScoreItem
+from jaxserve.client.transport import MAX_MESSAGE_BYTES, Tls
 from jaxserve.gen import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from jaxserve.request import ChatPrompt
 
@@ -33,13 +34,27 @@ class Client:
     Methods, errors and `timeout_s` are as in `AsyncClient`.
     """
 
-    def __init__(self, target: str, *, max_message_bytes: int = requests.MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        tls: Tls | None = None,
+        key: str = "",
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
         """Args:
-        target: "host:port".
+        target: "host:port", or "unix:/path".
+        tls: None is plaintext, where a key can be read on the way.
+        key: for a server that asks for one; empty for none.
         max_message_bytes: largest message sent or received.
         """
-        options = requests.channel_options(max_message_bytes)
-        self._channel = grpc.insecure_channel(target, options=options)
+        options = transport.channel_options(max_message_bytes, tls)
+        self._metadata = transport.call_metadata(key)
+        self._channel = (
+            grpc.insecure_channel(target, options=options)
+            if tls is None
+            else grpc.secure_channel(target, transport.channel_credentials(tls), options=options)
+        )
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._model = model_pb2_grpc.ModelServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -54,7 +69,9 @@ class Client:
         """
         request = requests.build_generate(prompt, options)
         with server_errors():
-            return results.read_generation(self._generation.Generate(request, timeout=timeout_s))
+            return reading.read_generation(
+                self._generation.Generate(request, timeout=timeout_s, metadata=self._metadata)
+            )
 
     def stream(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
@@ -65,13 +82,47 @@ class Client:
         `contextlib.closing`, else when it is collected.
         """
         request = requests.build_generate(prompt, options)
-        call = self._generation.StreamGenerate(request, timeout=timeout_s)
+        reader = reading.EventReader()
+        call = self._generation.StreamGenerate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             with server_errors():
                 for message in call:
-                    yield results.read_event(message)
+                    yield from reader.read(message)
         finally:
             call.cancel()
+
+    def score(
+        self,
+        items: Sequence[ScoreItem],
+        *,
+        request_id: str = "",
+        model: str = "",
+        priority: int = 0,
+        include_token_logprobs: bool = False,
+        timeout_s: float | None = None,
+    ) -> results.Scores:
+        """Returns how likely each item's continuation is after its context."""
+        request = requests.build_score(
+            items,
+            request_id=request_id,
+            model=model,
+            priority=priority,
+            include_token_logprobs=include_token_logprobs,
+        )
+        with server_errors():
+            response: generation_pb2.ScoreResponse = self._generation.Score(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+        return reading.read_scores(response)
+
+    def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
+        """Ends a running request, whose output so far stands; returns whether it was there."""
+        request = generation_pb2.CancelGenerationRequest(request_id=request_id)
+        with server_errors():
+            response: generation_pb2.CancelGenerationResponse = self._generation.CancelGeneration(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+        return response.found
 
     def tokenize(
         self,
@@ -94,7 +145,9 @@ class Client:
             include_offsets=include_offsets,
         )
         with server_errors():
-            return results.read_tokens(self._generation.Tokenize(request, timeout=timeout_s))
+            return reading.read_tokens(
+                self._generation.Tokenize(request, timeout=timeout_s, metadata=self._metadata)
+            )
 
     def detokenize(
         self,
@@ -110,7 +163,7 @@ class Client:
         )
         with server_errors():
             response: generation_pb2.DetokenizeResponse = self._generation.Detokenize(
-                request, timeout=timeout_s
+                request, timeout=timeout_s, metadata=self._metadata
             )
         return response.text
 
@@ -118,9 +171,9 @@ class Client:
         """Returns the served models."""
         with server_errors():
             response: model_pb2.ListModelsResponse = self._model.ListModels(
-                model_pb2.ListModelsRequest(), timeout=timeout_s
+                model_pb2.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
             )
-        return results.read_models(response.models)
+        return reading.read_models(response.models)
 
     def health(self, *, timeout_s: float | None = None) -> results.Health:
         """Returns whether the server is alive and takes requests; raises where nobody answers."""
@@ -139,7 +192,10 @@ class Client:
         request = health_pb2.HealthCheckRequest(service=requests.GENERATION)
         while True:
             call = self._health.Watch(
-                request, timeout=max(end_s - time.monotonic(), 0.0), wait_for_ready=True
+                request,
+                timeout=max(end_s - time.monotonic(), 0.0),
+                wait_for_ready=True,
+                metadata=self._metadata,
             )
             try:
                 for message in call:
@@ -173,6 +229,6 @@ class Client:
         request = health_pb2.HealthCheckRequest(service=service)
         with server_errors():
             response: health_pb2.HealthCheckResponse = self._health.Check(
-                request, timeout=timeout_s
+                request, timeout=timeout_s, metadata=self._metadata
             )
         return bool(response.status == SERVING)

@@ -1,23 +1,9 @@
 """What a call gives back, as plain records."""
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Mapping
 
-from google.protobuf import duration_pb2
-
-from jaxserve.gen import generation_pb2, model_pb2
 from jaxserve.request import FinishReason
-
-FINISH_REASONS: Final[Mapping[int, FinishReason]] = {
-    generation_pb2.FINISH_REASON_EOS: FinishReason.EOS,
-    generation_pb2.FINISH_REASON_STOP_SEQUENCE: FinishReason.STOP,
-    generation_pb2.FINISH_REASON_MAX_TOKENS: FinishReason.MAX_TOKENS,
-    generation_pb2.FINISH_REASON_CONTEXT_LENGTH: FinishReason.CONTEXT_LENGTH,
-    generation_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
-    generation_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
-}
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -64,54 +50,197 @@ class Execution:
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class TopLogprob:
+    """One of the most likely tokens at a position; the fields are as in `TokenLogprob`."""
+
+    token_id: int
+    logprob: float
+    token_bytes: bytes
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class TokenLogprob:
+    """One token's log-probability by the model's own logits.
+
+    Attributes:
+      logprob: natural logarithm; finite.
+      rank: its place among all tokens by probability; 1 is the most likely.
+      token_bytes: what it stands for; not always whole characters.
+      top: the most likely tokens there, most likely first; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    token_bytes: bytes
+    top: tuple[TopLogprob, ...] = ()
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class Start:
-    """First of a stream, with the first token."""
+    """First of a stream, with the first token.
+
+    Attributes:
+      prompt_logprobs: of the prompt's tokens from the second on; empty unless asked for.
+    """
 
     request_id: str
     model: str
     prompt_tokens: int
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class ToolCallDelta:
+    """More of one tool call: first its id and name, then its arguments in pieces.
+
+    Attributes:
+      index: which call of this choice, from 0.
+    """
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class Delta:
-    """More of the output. Text comes in whole characters, so it may lag behind `token_ids`."""
+    """More of the output. Text comes in whole characters, so it may lag behind `token_ids`.
+
+    Attributes:
+      index: which choice.
+      logprobs: of the new tokens; empty unless asked for.
+      reasoning, tool_calls: more of those, which are not in `text`.
+    """
 
     text: str
     token_ids: tuple[int, ...]
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class Finish:
-    """Last of a stream.
+    """The end of a choice; that of the last one ends the stream.
 
     Attributes:
       matched_stop: with STOP, the string or token id that ended it.
-      execution: where it was asked for.
+      usage, timings: of the whole request; None but on the last choice's.
+      execution: likewise, where it was asked for.
+      index: which choice.
     """
 
     reason: FinishReason
     matched_stop: str | int | None
-    usage: Usage
-    timings: Timings
+    usage: Usage | None
+    timings: Timings | None
     execution: Execution | None
+    index: int = 0
 
 
 Event = Start | Delta | Finish
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
-class Generation:
-    """A whole output; a `Finish` with what came before it."""
+class ToolCall:
+    """A whole tool call.
 
-    request_id: str
-    model: str
+    Attributes:
+      arguments_json: a JSON object, as the model wrote it.
+    """
+
+    id: str
+    name: str
+    arguments_json: str
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Choice:
+    """One whole output; the fields are as in `Delta` and `Finish`."""
+
+    index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     matched_stop: str | int | None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Generation:
+    """A whole answer. Its own `text`, `token_ids` and so on are the first choice's.
+
+    Attributes:
+      choices: by index, at least one.
+      prompt_logprobs: as in `Start`.
+    """
+
+    request_id: str
+    model: str
+    choices: tuple[Choice, ...]
     usage: Usage
     timings: Timings
     execution: Execution | None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
+
+    @property
+    def matched_stop(self) -> str | int | None:
+        return self.choices[0].matched_stop
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self.choices[0].logprobs
+
+    @property
+    def reasoning(self) -> str:
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.choices[0].tool_calls
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Score:
+    """How likely one continuation is.
+
+    Attributes:
+      sum_logprob: of its tokens' natural log-probabilities.
+      is_greedy: each of its tokens is the most likely one.
+      token_logprobs: its tokens, where they were asked for.
+    """
+
+    sum_logprob: float
+    num_tokens: int
+    is_greedy: bool
+    token_logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Scores:
+    """The scores of a call's items, in order; context and continuation are prompt tokens."""
+
+    request_id: str
+    model: str
+    results: tuple[Score, ...]
+    usage: Usage
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -133,7 +262,8 @@ class Model:
     """A served model.
 
     Attributes:
-      default_sampling: the model's own defaults, by field name.
+      default_sampling: its defaults here, by field name.
+      tool_parser, reasoning_parser: how those are read from its output; empty where they are not.
     """
 
     name: str
@@ -146,6 +276,8 @@ class Model:
     quantization: str
     default_sampling: Mapping[str, object]
     has_chat_template: bool
+    tool_parser: str
+    reasoning_parser: str
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -154,140 +286,3 @@ class Health:
 
     is_alive: bool
     is_ready: bool
-
-
-class _Ended(Protocol):
-    """What the messages that end an output have in common."""
-
-    @property
-    def stop_string(self) -> str: ...
-
-    @property
-    def stop_token_id(self) -> int: ...
-
-    def WhichOneof(self, oneof_group: str, /) -> str | None: ...  # noqa: N802  # protobuf's name
-
-
-class _Accounts(Protocol):
-    """Likewise: the accounts of a whole request."""
-
-    @property
-    def usage(self) -> generation_pb2.Usage: ...
-
-    @property
-    def timings(self) -> generation_pb2.Timings: ...
-
-    @property
-    def execution(self) -> generation_pb2.ExecutionInfo: ...
-
-    def HasField(self, field_name: str, /) -> bool: ...  # noqa: N802  # protobuf's name
-
-
-def read_event(message: generation_pb2.StreamGenerateResponse) -> Event:
-    """Returns one message of a stream."""
-    match message.WhichOneof("event"):
-        case "start":
-            start = message.start
-            return Start(
-                request_id=start.request_id, model=start.model, prompt_tokens=start.prompt_tokens
-            )
-        case "delta":
-            return Delta(text=message.delta.text, token_ids=tuple(message.delta.token_ids))
-        case _:
-            finish = message.finish
-            return Finish(
-                reason=FINISH_REASONS[finish.reason],
-                matched_stop=_matched_stop(finish),
-                usage=_usage(finish.usage),
-                timings=_timings(finish.timings),
-                execution=_execution(finish),
-            )
-
-
-def read_generation(message: generation_pb2.GenerateResponse) -> Generation:
-    """Returns the only choice of a unary answer."""
-    choice = message.choices[0]
-    return Generation(
-        request_id=message.request_id,
-        model=message.model,
-        text=choice.text,
-        token_ids=tuple(choice.token_ids),
-        finish_reason=FINISH_REASONS[choice.finish_reason],
-        matched_stop=_matched_stop(choice),
-        usage=_usage(message.usage),
-        timings=_timings(message.timings),
-        execution=_execution(message),
-    )
-
-
-def read_tokens(message: generation_pb2.TokenizeResponse) -> Tokens:
-    offsets = zip(message.start_offsets, message.end_offsets, strict=True)
-    return Tokens(
-        token_ids=tuple(message.token_ids),
-        offsets=tuple(offsets),
-        max_model_tokens=message.max_model_tokens,
-    )
-
-
-def read_models(messages: Sequence[model_pb2.Model]) -> list[Model]:
-    return [
-        Model(
-            name=message.name,
-            architectures=tuple(message.architectures),
-            max_model_tokens=message.max_model_tokens,
-            vocab_size=message.vocab_size,
-            eos_token_ids=tuple(message.eos_token_ids),
-            bos_token_id=message.bos_token_id if message.HasField("bos_token_id") else None,
-            weight_dtype=message.weight_dtype,
-            quantization=message.quantization,
-            default_sampling=json.loads(message.default_sampling_json or "{}"),
-            has_chat_template=message.has_chat_template,
-        )
-        for message in messages
-    ]
-
-
-def _matched_stop(message: _Ended) -> str | int | None:
-    match message.WhichOneof("matched_stop"):
-        case "stop_string":
-            return message.stop_string
-        case "stop_token_id":
-            return message.stop_token_id
-        case _:
-            return None
-
-
-def _usage(message: generation_pb2.Usage) -> Usage:
-    return Usage(
-        prompt_tokens=message.prompt_tokens,
-        completion_tokens=message.completion_tokens,
-        cached_prompt_tokens=message.cached_prompt_tokens,
-    )
-
-
-def _timings(message: generation_pb2.Timings) -> Timings:
-    return Timings(
-        queue_s=_seconds(message.queue),
-        prefill_s=_seconds(message.prefill),
-        time_to_first_token_s=_seconds(message.time_to_first_token),
-        decode_s=_seconds(message.decode),
-        compile_s=_seconds(message.compile),
-        delivery_s=_seconds(message.delivery),
-        delivery_sum_s=_seconds(message.delivery_sum),
-    )
-
-
-def _execution(message: _Accounts) -> Execution | None:
-    if not message.HasField("execution"):
-        return None
-    execution = message.execution
-    return Execution(
-        prefill_bucket_tokens=execution.prefill_bucket_tokens,
-        prefill_chunks=execution.prefill_chunks,
-        padding_fraction=execution.padding_fraction,
-        preemptions=execution.preemptions,
-    )
-
-
-def _seconds(duration: duration_pb2.Duration) -> float:
-    return duration.ToNanoseconds() / 1e9

@@ -100,8 +100,9 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StreamGenerate(self, request, context):
-        """The answer while it is written: one start with the first token, then deltas, then one finish.
-        Nothing follows the finish. Cancelling the call or closing the connection ends the request.
+        """The answer while it is written: a start with the first token, then deltas, and one finish for
+        each choice. Nothing follows the last finish. Cancelling the call or closing the connection ends
+        the request.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
@@ -118,7 +119,7 @@ class GenerationServiceServicer(object):
 
     def CancelGeneration(self, request, context):
         """Ends a running request of the caller's own tenant; its output so far stands, and its call ends
-        with FINISH_REASON_CANCELLED.
+        with FINISH_REASON_CANCELLED. A Score call has no output: it ends with CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import grpc
 import structlog
@@ -140,12 +140,17 @@ class Edge:
 
     def check_size(self, reply: Message) -> None:
         """Raises InvalidRequestError for a reply that the transport would cut off."""
-        num_bytes, limit = reply.ByteSize(), self._limits.max_message_bytes
-        if num_bytes > limit:
-            raise InvalidRequestError(
-                f"the reply is {num_bytes} bytes, but the limit of a message is {limit} "
-                "(limits.max_message_bytes); ask for less, or stream it"
-            )
+        num_bytes = reply.ByteSize()
+        if num_bytes > self._limits.max_message_bytes:
+            self.refuse_size(num_bytes)
+
+    def refuse_size(self, num_bytes: int) -> NoReturn:
+        """Raises InvalidRequestError for a reply of so many bytes."""
+        raise InvalidRequestError(
+            f"the reply is {num_bytes} bytes, but the limit of a message is "
+            f"{self._limits.max_message_bytes} (limits.max_message_bytes); ask for less, or "
+            "stream it"
+        )
 
 
 def _cut_code(context: Context) -> grpc.StatusCode:

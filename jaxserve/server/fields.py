@@ -17,12 +17,16 @@ _CHAT: Final = frozenset(
         ".messages.role",
         ".messages.content",
         ".messages.name",
+        ".messages.tool_call_id",
+        ".messages.tool_calls_json",
+        ".messages.reasoning",
+        ".tools_json",
         ".add_generation_prompt",
         ".template_kwargs_json",
+        ".tool_choice",
+        ".tool_choice.mode",
+        ".tool_choice.function",
     )
-)
-_CHAT_REFUSED: Final = frozenset(
-    {"chat.tools_json", "chat.messages.tool_call_id", "chat.messages.tool_calls_json"}
 )
 
 # Paths from the message, by its type. A path that is in neither table is refused too; the tests
@@ -44,8 +48,11 @@ SUPPORTED: Final[Mapping[str, frozenset[str]]] = {
         "sampling.frequency_penalty",
         "sampling.repetition_penalty",
         "sampling.seed",
-        "sampling.n",  # 1 alone: convert.py refuses more by name
+        "sampling.n",
         "sampling.logit_bias",
+        "sampling.allowed_token_ids",
+        "sampling.allowed_token_ids.ids",
+        "sampling.bad_words",
         "stop",
         "stop.max_tokens",
         "stop.min_tokens",
@@ -54,14 +61,41 @@ SUPPORTED: Final[Mapping[str, frozenset[str]]] = {
         "stop.ignore_eos",
         "stop.include_stop_text",
         "output",
+        "output.echo",
+        "output.logprobs",
+        "output.prompt_logprobs",
         "output.omit_text",
         "output.include_token_ids",
         "output.skip_special_tokens",
         "output.stream_interval",
         "output.include_execution_info",
+        "output.raw_text",
+        "structured_output",
+        "structured_output.json_schema",
+        "structured_output.json_object",
+        "structured_output.regex",
+        "structured_output.choice",
+        "structured_output.choice.choices",
+        "structured_output.lark_grammar",
         "priority",
         "queue_timeout",
     },
+    generation_pb2.ScoreRequest.DESCRIPTOR.full_name: frozenset(
+        {
+            "request_id",
+            "model",
+            "items",
+            "items.context_text",
+            "items.context_token_ids",
+            "items.context_token_ids.ids",
+            "items.continuation_text",
+            "items.continuation_token_ids",
+            "items.continuation_token_ids.ids",
+            "include_token_logprobs",
+            "priority",
+        }
+    ),
+    generation_pb2.CancelGenerationRequest.DESCRIPTOR.full_name: frozenset({"request_id"}),
     generation_pb2.TokenizeRequest.DESCRIPTOR.full_name: _CHAT
     | {"model", "text", "add_special_tokens", "include_offsets"},
     generation_pb2.DetokenizeRequest.DESCRIPTOR.full_name: frozenset(
@@ -71,10 +105,8 @@ SUPPORTED: Final[Mapping[str, frozenset[str]]] = {
     model_pb2.GetModelRequest.DESCRIPTOR.full_name: frozenset({"name"}),
 }
 REFUSED: Final[Mapping[str, frozenset[str]]] = {
-    generation_pb2.GenerateRequest.DESCRIPTOR.full_name: _CHAT_REFUSED
-    | {"output.echo", "output.logprobs", "output.prompt_logprobs"}
-    | {"structured_output", "adapter", "cache_salt"},
-    generation_pb2.TokenizeRequest.DESCRIPTOR.full_name: _CHAT_REFUSED,
+    generation_pb2.GenerateRequest.DESCRIPTOR.full_name: frozenset({"adapter", "cache_salt"}),
+    generation_pb2.ScoreRequest.DESCRIPTOR.full_name: frozenset({"adapter"}),
 }
 
 

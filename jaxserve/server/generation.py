@@ -2,15 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, override
 
-from jaxserve.engine import Engine, Stream, limits
-from jaxserve.engine.fields import check_text
-from jaxserve.errors import InvalidRequestError
+from jaxserve.engine import Engine, Stream
+from jaxserve.errors import DuplicateRequestError
 from jaxserve.gen import generation_pb2, generation_pb2_grpc
-from jaxserve.server import convert
+from jaxserve.server import convert, tokenization
+from jaxserve.server.answers import Response
+from jaxserve.server.asked import read_asked
+from jaxserve.server.choice_reply import MAX_DELTA_TOKENS
 from jaxserve.server.edge import (
     REQUEST_ID_KEY,
     Context,
@@ -19,7 +21,10 @@ from jaxserve.server.edge import (
     find_request_id,
 )
 from jaxserve.server.fields import refuse_unsupported
-from jaxserve.server.replies import MAX_DELTA_TOKENS, Replies
+from jaxserve.server.replies import Replies
+from jaxserve.server.score import ScoreCall
+from jaxserve.server.score_items import read_items
+from jaxserve.server.submitting import submit_in_thread
 
 INLINE_BYTES: Final = 4096  # a longer request is read and tokenized in a thread
 
@@ -37,6 +42,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._get_engine = get_engine
         self._edge = edge
         self._threads = threads
+        self._scores: dict[tuple[str, str], ScoreCall] = {}  # that run, by tenant and id
 
     @override
     async def Generate(
@@ -44,10 +50,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.GenerateResponse:
         request_id = find_request_id(message.request_id, context)
         async with self._edge.call(context, "Generate", request_id):
-            async with self._open_stream(message, context, request_id) as stream:
-                replies = self._replies(message, stream, interval=MAX_DELTA_TOKENS)
-                messages = [reply async for event in stream for reply in replies.push(event)]
-            response = convert.build_response(messages)
+            opening = self._open(message, context, request_id, interval=MAX_DELTA_TOKENS)
+            async with opening as (stream, replies):
+                response = await self._gather(stream, replies)
             self._edge.check_size(response)
             stream.acknowledge(replies.take_sent())  # as near as gRPC lets a unary call see it
         return response
@@ -57,23 +62,66 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, message: generation_pb2.GenerateRequest, context: Context
     ) -> None:
         request_id = find_request_id(message.request_id, context)
+        interval = message.output.stream_interval or 1
         async with (
             self._edge.call(context, "StreamGenerate", request_id),
-            self._open_stream(message, context, request_id) as stream,
+            self._open(message, context, request_id, interval=interval) as (stream, replies),
         ):
-            interval = message.output.stream_interval or 1
-            replies = self._replies(message, stream, interval=interval)
             async for event in stream:
                 for reply in replies.push(event):
+                    self._edge.check_size(reply)
                     await context.write(reply)
                     stream.acknowledge(replies.take_sent())
+
+    @override
+    async def Score(
+        self, message: generation_pb2.ScoreRequest, context: Context
+    ) -> generation_pb2.ScoreResponse:
+        request_id = find_request_id(message.request_id, context)
+        async with self._edge.call(context, "Score", request_id):
+            check_request_id(request_id)
+            engine, tenant = self._get_engine(), self._edge.tenant_of(context).name
+            deadline_s = _deadline(engine, context)
+            refuse_unsupported(message)
+            convert.check_model(message.model, engine.model)
+            items = await self._in_thread(lambda: read_items(message.items, engine))
+            call = ScoreCall(
+                engine,
+                self._threads,
+                message,
+                request_id=request_id,
+                tenant=tenant,
+                deadline_s=deadline_s,
+            )
+            with self._scoring(call, tenant, request_id):
+                response = await call.run(items)
+            self._edge.check_size(response)
+        return response
+
+    @override
+    async def CancelGeneration(
+        self, message: generation_pb2.CancelGenerationRequest, context: Context
+    ) -> generation_pb2.CancelGenerationResponse:
+        async with self._edge.call(context, "CancelGeneration", message.request_id):
+            engine, tenant = self._get_engine(), self._edge.tenant_of(context).name
+            refuse_unsupported(message)
+            if not message.request_id:
+                convert.refuse(
+                    "request_id is empty; send the id of the request to end", "request_id"
+                )
+            score = self._scores.get((tenant, message.request_id))
+            if score is not None:
+                score.cancel()
+            found = engine.abort(message.request_id, tenant) or score is not None
+        return generation_pb2.CancelGenerationResponse(found=found)
 
     @override
     async def Tokenize(
         self, message: generation_pb2.TokenizeRequest, context: Context
     ) -> generation_pb2.TokenizeResponse:
         async with self._edge.call(context, "Tokenize"):
-            response = await self._in_thread(lambda: self._tokenize(message))
+            engine = self._get_engine()
+            response = await self._in_thread(lambda: tokenization.tokenize(message, engine))
             self._edge.check_size(response)
         return response
 
@@ -82,122 +130,105 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, message: generation_pb2.DetokenizeRequest, context: Context
     ) -> generation_pb2.DetokenizeResponse:
         async with self._edge.call(context, "Detokenize"):
-            response = await self._in_thread(lambda: self._detokenize(message))
+            engine = self._get_engine()
+            response = await self._in_thread(lambda: tokenization.detokenize(message, engine))
             self._edge.check_size(response)
         return response
 
+    async def _gather(self, stream: Stream, replies: Replies) -> generation_pb2.GenerateResponse:
+        """Returns the whole answer; stops as soon as it is far too large for a message."""
+        response, num_bytes = Response(), 0
+        limit = self._get_engine().config.limits.max_message_bytes
+        async for event in stream:
+            for reply in replies.push(event):
+                num_bytes += reply.ByteSize()
+                response.add(reply)
+                if num_bytes > 2 * limit:
+                    self._edge.refuse_size(num_bytes)
+                await asyncio.sleep(0)  # each may be large: other calls have their turn
+        return response.build()
+
     @contextlib.asynccontextmanager
-    async def _open_stream(
-        self, message: generation_pb2.GenerateRequest, context: Context, request_id: str
-    ) -> AsyncIterator[Stream]:
+    async def _open(
+        self,
+        message: generation_pb2.GenerateRequest,
+        context: Context,
+        request_id: str,
+        *,
+        interval: int,
+    ) -> AsyncIterator[tuple[Stream, Replies]]:
         """Submits a request, and ends it when the block is left, for whatever reason.
 
         An end that comes by itself makes the last `cancel` a no-op, so the engine sees an abort
         only for a call that was given up. A flag of the call would not do: a cancel reaches the
         handler as CancelledError, or as an error of the write it cuts short.
         """
-        stream = await self._submit(message, context, request_id)
+        stream, replies = await self._submit(message, context, request_id, interval=interval)
         try:
             # Not before this: headers end a client's own retries, which a refusal must not.
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
-            yield stream
+            yield stream, replies
         finally:
             stream.cancel()
 
     async def _submit(
-        self, message: generation_pb2.GenerateRequest, context: Context, request_id: str
-    ) -> Stream:
+        self,
+        message: generation_pb2.GenerateRequest,
+        context: Context,
+        request_id: str,
+        *,
+        interval: int,
+    ) -> tuple[Stream, Replies]:
         with self._edge.counting_refusals():
             check_request_id(request_id)
             engine = self._get_engine()
-        remaining_s = context.time_remaining()
-        deadline_s = None if remaining_s is None else engine.now() + remaining_s
+            tenant = self._edge.tenant_of(context).name
+        deadline_s = _deadline(engine, context)
 
-        def submit() -> Stream:
-            with self._edge.counting_refusals():
-                refuse_unsupported(message)
-                convert.check_model(message.model, engine.model)
-                asked = convert.read_generate(
-                    message, request_id=request_id, deadline_s=deadline_s, model=engine.model
-                )
-            return engine.submit(asked, delivery="acknowledged")
+        def submit() -> tuple[Stream, Replies]:
+            with convert.naming_fields():
+                with self._edge.counting_refusals():
+                    asked = read_asked(
+                        message,
+                        engine,
+                        request_id=request_id,
+                        tenant=tenant,
+                        deadline_s=deadline_s,
+                        interval=interval,
+                    )
+                stream = engine.submit(asked.request, delivery="acknowledged")
+            return stream, asked.open_replies(engine, stream)
 
-        if message.ByteSize() <= INLINE_BYTES and not message.HasField("chat"):
+        if _is_quick(message):
             return submit()
-        submitted = asyncio.get_running_loop().run_in_executor(self._threads, submit)
-        try:
-            return await asyncio.shield(submitted)
-        except asyncio.CancelledError:
-            # the thread cannot be stopped: give up its stream when it has one
-            submitted.add_done_callback(_cancel_stream)
-            raise
+        return await submit_in_thread(self._threads, submit, stream_of=lambda opened: opened[0])
 
-    def _replies(
-        self, message: generation_pb2.GenerateRequest, stream: Stream, *, interval: int
-    ) -> Replies:
-        model = self._get_engine().model
-        return Replies(message.output, model, interval=interval, complete=stream.complete)
+    @contextlib.contextmanager
+    def _scoring(self, call: ScoreCall, tenant: str, request_id: str) -> Iterator[None]:
+        """Makes a Score call be found by its id while the block runs."""
+        key = tenant, request_id
+        if key in self._scores:
+            raise DuplicateRequestError(
+                f"request_id {request_id!r} is in flight; use another, or wait for its end",
+                field="request_id",
+            )
+        self._scores[key] = call
+        try:
+            yield
+        finally:
+            del self._scores[key]
 
     async def _in_thread[T](self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
-    def _tokenize(self, message: generation_pb2.TokenizeRequest) -> generation_pb2.TokenizeResponse:
-        engine = self._get_engine()
-        refuse_unsupported(message)
-        convert.check_model(message.model, engine.model)
-        response = generation_pb2.TokenizeResponse(max_model_tokens=engine.model.max_model_tokens)
-        match message.WhichOneof("input"):
-            case "text":
-                check_text(message.text, "text", engine.config.limits.max_prompt_bytes)
-                is_added = message.add_special_tokens or not message.HasField("add_special_tokens")
-                token_ids, offsets = engine.tokenizer.encode_with_offsets(
-                    message.text, add_special_tokens=is_added
-                )
-                response.token_ids.extend(token_ids)
-                if message.include_offsets:
-                    response.start_offsets.extend(start for start, _ in offsets)
-                    response.end_offsets.extend(end for _, end in offsets)
-            case "chat":
-                _refuse_text_options(message)
-                response.token_ids.extend(
-                    limits.tokenize(
-                        convert.read_chat(message.chat),
-                        model=engine.model,
-                        tokenizer=engine.tokenizer,
-                        limits=engine.config.limits,
-                    )
-                )
-            case _:
-                raise InvalidRequestError("input is missing; set text or chat", field="input")
-        return response
 
-    def _detokenize(
-        self, message: generation_pb2.DetokenizeRequest
-    ) -> generation_pb2.DetokenizeResponse:
-        engine = self._get_engine()
-        refuse_unsupported(message)
-        convert.check_model(message.model, engine.model)
-        highest = max(message.token_ids, default=0)
-        if highest >= engine.model.vocab_size:
-            raise InvalidRequestError(
-                f"token id {highest} is not in this model's vocabulary, whose ids are 0 to "
-                f"{engine.model.vocab_size - 1}; use ids of its tokenizer",
-                field="token_ids",
-            )
-        is_skipped = message.skip_special_tokens or not message.HasField("skip_special_tokens")
-        text = engine.tokenizer.decode(message.token_ids, skip_special_tokens=is_skipped)
-        return generation_pb2.DetokenizeResponse(text=text)
+def _is_quick(message: generation_pb2.GenerateRequest) -> bool:
+    """Whether reading it takes no longer than a thread's turn: it is short, and nothing in it is
+    rendered or compiled."""
+    is_masked = message.HasField("structured_output") or bool(message.sampling.bad_words)
+    return not (is_masked or message.HasField("chat") or message.ByteSize() > INLINE_BYTES)
 
 
-def _refuse_text_options(message: generation_pb2.TokenizeRequest) -> None:
-    """Raises for an option that a conversation has no use for: its template says it all."""
-    for field in ("add_special_tokens", "include_offsets"):
-        if getattr(message, field):
-            raise InvalidRequestError(
-                f"{field} is for text; leave it out with a conversation", field=field
-            )
-
-
-def _cancel_stream(submitted: asyncio.Future[Stream]) -> None:
-    if not submitted.cancelled() and submitted.exception() is None:
-        submitted.result().cancel()
+def _deadline(engine: Engine, context: Context) -> float | None:
+    remaining_s = context.time_remaining()
+    return None if remaining_s is None else engine.now() + remaining_s

@@ -1,60 +1,64 @@
 """One request's events as the messages of its stream."""
 
 from collections.abc import Callable, Iterator
-from typing import Final
 
-from jaxserve.engine.events import Delta, Event, Finished, Started
+from jaxserve.engine.events import ChoiceFinished, Delta, Event, Finished, Started
 from jaxserve.engine.served_model import ServedModel
 from jaxserve.gen import generation_pb2
-from jaxserve.server import convert
-
-MAX_DELTA_TOKENS: Final = 1 << 16  # tokens of a delta: it stays a small message
+from jaxserve.server import answers
+from jaxserve.server.chat_plan import ChatChoices
+from jaxserve.server.choice_reply import ChoiceReply, ReplyRules
+from jaxserve.server.logprobs import cut_logprobs
+from jaxserve.text.chat_output import ContentDelta, OutputDelta
 
 
 class Replies:
     """Holds the start back to the first output, and gathers deltas as `stream_interval` asks.
 
-    So that the start's arrival at the client is the time to first token.
+    So that the start's arrival at the client is the time to first token. No message is larger than
+    the rules allow: what would be goes in several, built one by one as they are taken.
     """
 
     def __init__(
         self,
-        output: generation_pb2.OutputOptions,
+        rules: ReplyRules,
         model: ServedModel,
         *,
-        interval: int,
         complete: Callable[[Finished], Finished],
+        chat: ChatChoices | None = None,
     ) -> None:
         """Args:
-        interval: tokens to gather before a delta is sent.
         complete: adds what is known of delivery to the end, when all before it is sent.
+        chat: takes reasoning and tool calls out of the text; None leaves it as it is.
         """
-        self._output = output
+        self._rules = rules
         self._model = model
         self._complete = complete
-        self._interval = min(interval, MAX_DELTA_TOKENS)
-        self._start: generation_pb2.GenerationStart | None = None
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._gathered_s: list[float] = []
+        self._chat = chat
+        self._start: Started | None = None
+        self._choices: dict[int, ChoiceReply] = {}
         self._sent_s: list[float] = []
 
     def push(self, event: Event) -> Iterator[generation_pb2.StreamGenerateResponse]:
         """Yields the messages that are due with this event."""
         match event:
             case Started():
-                self._start = convert.build_start(event, self._model)
+                self._start = event
             case Delta():
                 yield from self._take_start()
-                self._texts.append(event.text)
-                self._token_ids += event.token_ids
-                self._gathered_s += event.ready_s
-                if len(self._token_ids) >= self._interval:
-                    yield from self._take_delta()
-            case Finished():
+                choice = self._choice(event.index)
+                choice.push(event, self._chat.push(event) if self._chat else _content(event.text))
+                if choice.is_due:
+                    yield from self._take_deltas(choice)
+            case ChoiceFinished() | Finished():
                 yield from self._take_start()
-                yield from self._take_delta()
-                finish = convert.build_finish(self._complete(event), self._output)
+                choice = self._choice(event.index)
+                parts, reason = self._chat.end(event) if self._chat else ([], event.reason)
+                choice.add_text(parts)
+                yield from self._take_deltas(choice)
+                if isinstance(event, Finished):
+                    event = self._complete(event)
+                finish = answers.build_finish(event, reason, self._rules.options)
                 yield generation_pb2.StreamGenerateResponse(finish=finish)
 
     def take_sent(self) -> list[float]:
@@ -62,15 +66,35 @@ class Replies:
         sent_s, self._sent_s = self._sent_s, []
         return sent_s
 
+    def _choice(self, index: int) -> ChoiceReply:
+        if index not in self._choices:
+            self._choices[index] = ChoiceReply(index, self._rules)
+        return self._choices[index]
+
     def _take_start(self) -> Iterator[generation_pb2.StreamGenerateResponse]:
-        start, self._start = self._start, None
-        if start is not None:
+        started, self._start = self._start, None
+        if started is None:
+            return
+        pieces = cut_logprobs(
+            started.prompt_logprobs, self._rules.token_bytes, max_bytes=self._rules.max_bytes
+        )
+        for piece in pieces:
+            start = answers.build_start(started, self._model)
+            if piece.token_ids:
+                start.prompt_logprobs.CopyFrom(piece)
             yield generation_pb2.StreamGenerateResponse(start=start)
 
-    def _take_delta(self) -> Iterator[generation_pb2.StreamGenerateResponse]:
-        delta = convert.build_delta(self._texts, self._token_ids, self._output)
-        self._texts, self._token_ids = [], []
-        # where they make no message, they go with the next
-        self._sent_s, self._gathered_s = self._sent_s + self._gathered_s, []
-        if delta is not None:
-            yield generation_pb2.StreamGenerateResponse(delta=delta)
+    def _take_deltas(self, choice: ChoiceReply) -> Iterator[generation_pb2.StreamGenerateResponse]:
+        last: generation_pb2.GenerationDelta | None = None
+        for delta in choice.take():
+            if last is not None:
+                yield generation_pb2.StreamGenerateResponse(delta=last)
+            last = delta
+        # with the last message; where there is none, with whatever comes next
+        self._sent_s += choice.take_ready()
+        if last is not None:
+            yield generation_pb2.StreamGenerateResponse(delta=last)
+
+
+def _content(text: str) -> list[OutputDelta]:
+    return [ContentDelta(text=text)] if text else []

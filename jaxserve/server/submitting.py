@@ -1,0 +1,29 @@
+"""Hands requests to the engine from the event loop, in a thread where that takes long."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from jaxserve.engine import Stream
+
+
+async def submit_in_thread[T](
+    threads: ThreadPoolExecutor, submit: Callable[[], T], *, stream_of: Callable[[T], Stream]
+) -> T:
+    """Returns what `submit` returns. A stream that comes too late, the call being gone, is ended.
+
+    Args:
+      stream_of: finds the stream in what `submit` returns.
+    """
+    submitted = asyncio.get_running_loop().run_in_executor(threads, submit)
+
+    def give_up(submitted: asyncio.Future[T]) -> None:
+        if not submitted.cancelled() and submitted.exception() is None:
+            stream_of(submitted.result()).cancel()
+
+    try:
+        return await asyncio.shield(submitted)
+    except asyncio.CancelledError:
+        # the thread cannot be stopped: give up its stream when it has one
+        submitted.add_done_callback(give_up)
+        raise
