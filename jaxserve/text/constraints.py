@@ -88,7 +88,7 @@ class Constraints:
                 vocabulary = build_vocabulary(
                     self._tokenizer, eos_ids=self._eos_ids, vocab_size=self._vocab_size
                 )
-                self._compiler = GrammarCompiler(vocabulary, max_bytes=self._max_bytes)
+                self._compiler = GrammarCompiler(vocabulary)
             return self._compiler
 
     def _read_allowed(

@@ -4,8 +4,9 @@ import copy
 from collections.abc import Collection
 from typing import Final
 
+from jaxserve.errors import BadGrammarError
 from jaxserve.plan import TokenMask
-from jaxserve.text.grammar_compiler import GrammarCompiler, bad_grammar
+from jaxserve.text.grammar_compiler import GrammarCompiler, explain
 
 MAX_ANEW_S: Final = 0.02  # the engine's thread waits for it
 
@@ -65,12 +66,15 @@ class Grammar:
             self._start_anew()
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if self._matcher.is_error():
-                raise bad_grammar(self._matcher, self._field)
+                raise self._refusal()
 
     def _start_anew(self) -> None:
         if not self._compiled.is_shared or self._compiled.compile_s > MAX_ANEW_S:
-            raise bad_grammar(self._matcher, self._field)
-        self._compiled = self._compiler.compile_anew(self._source, field=self._field)
+            raise self._refusal()
+        self._compiled = self._compiler.compile_anew(self._source)
         self._matcher = self._compiled.matcher.deep_copy()
         if not self._matcher.consume_tokens(self._output):
-            raise bad_grammar(self._matcher, self._field)
+            raise self._refusal()
+
+    def _refusal(self) -> BadGrammarError:
+        return BadGrammarError(explain(self._matcher.get_error()), field=self._field)

@@ -99,7 +99,7 @@ class _Marker:
 def _hermes(functions: Sequence[_Function], marker: _Marker, most: int) -> list[str]:
     names = _rule_names(functions)
     return [
-        _several("call", '"\\n"', most),
+        _several("calls", "call", separator='"\\n"', most=most),
         f'call: {marker("<tool_call>")} "\\n" ({" | ".join(names)}) "\\n" {marker("</tool_call>")}',
         *_json_calls(functions, arguments="arguments"),
     ]
@@ -116,13 +116,14 @@ def _mistral(functions: Sequence[_Function], marker: _Marker, most: int) -> list
     names = " | ".join(_rule_names(functions))
     if marker.find("[ARGS]") is None:
         return [
-            f'calls: {opened} "[" call (", " call){{0,{most - 1}}} "]"',
+            f'calls: {opened} "[" list "]"',
+            _several("list", "call", separator='", "', most=most),
             f"call: {names}",
             *_json_calls(functions, arguments="arguments"),
         ]
     args = marker("[ARGS]")
     return [
-        _several("call", "", most),
+        _several("calls", "call", separator="", most=most),
         f"call: {opened} ({names})",
         *(
             f"{rule}: {_quote(function.name)} {args} {_inline(function.parameters, function)}"
@@ -133,7 +134,7 @@ def _mistral(functions: Sequence[_Function], marker: _Marker, most: int) -> list
 
 def _qwen_coder(functions: Sequence[_Function], marker: _Marker, most: int) -> list[str]:
     lines = [
-        _several("call", '"\\n"', most),
+        _several("calls", "call", separator='"\\n"', most=most),
         f'call: {marker("<tool_call>")} "\\n" ({" | ".join(_rule_names(functions))}) '
         f'"</function>\\n" {marker("</tool_call>")}',
         'text_value[suffix="\\n</parameter>\\n"]: /(?s:.*)/',
@@ -168,8 +169,9 @@ def _rule_names(functions: Sequence[_Function]) -> list[str]:
     return [f"function_{index}" for index in range(len(functions))]
 
 
-def _several(rule: str, separator: str, most: int) -> str:
-    return f"calls: {rule} ({separator} {rule}){{0,{most - 1}}}" if most > 1 else f"calls: {rule}"
+def _several(rule: str, part: str, *, separator: str, most: int) -> str:
+    more = f" ({separator} {part}){{0,{most - 1}}}" if most > 1 else ""
+    return f"{rule}: {part}{more}"
 
 
 def _json_calls(functions: Sequence[_Function], *, arguments: str) -> list[str]:
