@@ -26,9 +26,12 @@ JaxserveError
 │   ├── DeadlineError            the deadline passed before the first token
 │   └── NumericsError            this request's logits were not finite
 ├── RequestCancelledError    ended from outside by its id; there is no output that could stand
+├── HttpError                an HTTP request that is none of the API's: path, method, type, size
 ├── NotServingError          starting, draining or stopped: not begun, or not done by then
 └── EngineDeadError          the engine failed; every request in it ends with this
 """
+
+from collections.abc import Mapping
 
 
 class JaxserveError(Exception):
@@ -213,6 +216,31 @@ class NumericsError(RequestError):
 
 class RequestCancelledError(JaxserveError):
     """Ended from outside by its id, where there is no output that could stand."""
+
+
+class HttpError(JaxserveError):
+    """What came over HTTP is no request of the API: its path, method, type, size or pace.
+
+    Attributes:
+      status: of the reply.
+      reason: UPPER_SNAKE word; clients may branch on it.
+      headers: that the reply has besides.
+    """
+
+    reason = "BAD_HTTP"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        reason: str = "BAD_HTTP",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.headers = dict(headers or {})
 
 
 class NotServingError(JaxserveError):

@@ -79,6 +79,9 @@ class Metrics:
             "requests_finished", "Accepted ones that ended.", "reason"
         )
         self.rpcs = self._counter("rpcs", "gRPC calls that ended.", "method", "code")
+        self.http_requests = self._counter(
+            "http_requests", "HTTP requests that ended.", "route", "status"
+        )
         for reason in refusal_labels():
             self.requests_refused.labels(reason)
         for reason in finish_labels():

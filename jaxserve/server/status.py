@@ -66,6 +66,7 @@ TABLE: Final[Mapping[type[errors.JaxserveError], Row]] = {
     errors.DeadlineError: Row("DEADLINE_EXCEEDED", 504),
     errors.RequestCancelledError: Row("CANCELLED", 499, "CANCELLED"),
     errors.NumericsError: Row("INTERNAL", 500),
+    errors.HttpError: Row("INVALID_ARGUMENT", 400),  # each has a status of its own
     errors.NotServingError: Row("UNAVAILABLE", 503, "NOT_SERVING"),
     errors.EngineDeadError: _ENGINE_DEAD,
     # faults of the server: none of these should reach a call

@@ -72,6 +72,7 @@ def test_reasons_are_api() -> None:
         "SlowReaderError": "SLOW_READER",
         "DeadlineError": "DEADLINE",
         "NumericsError": "NUMERICS",
+        "HttpError": "BAD_HTTP",
         "NotServingError": "NOT_SERVING",
         "EngineDeadError": "ENGINE_DEAD",
     }
