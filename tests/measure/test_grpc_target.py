@@ -17,6 +17,7 @@ from jaxserve.measure.targets.grpc_server import GrpcTarget
 from tests.server.harness import run_server
 
 Response = generation_pb2.StreamGenerateResponse
+MAX_TOKENS = generation_pb2.FINISH_REASON_MAX_TOKENS
 
 
 def build_ask(index: int = 0, **facts: Any) -> Ask:  # noqa: ANN401  # fields
@@ -87,8 +88,13 @@ def test_nobody_there_is_refused_and_has_no_models() -> None:
         async with opened("127.0.0.1:1") as target:
             records = await replay(target, [build_ask()])
             assert records[0].outcome == "refused"
-            with pytest.raises(TargetError):
+            wanted = (
+                "no gRPC server answers at 127.0.0.1:1; is it running, and is the address right?"
+            )
+            assert records[0].error == wanted
+            with pytest.raises(TargetError) as caught:
                 await target.describe()
+            assert str(caught.value) == wanted
 
     asyncio.run(work())
 
@@ -156,9 +162,14 @@ class Scripted(generation_pb2_grpc.GenerationServiceServicer):
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too slow a reader")
             case "r11":  # a reason that only another version has
                 yield delta("a", [1])
-                yield finish(1, generation_pb2.FINISH_REASON_TOOL_CALLS)
+                unknown = Response.FromString(b"\x1a\x02\x10\x63")  # a finish with reason 99
+                yield unknown
             case "r12":
                 yield Response()
+            case "r13":  # an end without its accounts
+                yield start(request)
+                yield delta("abcd", [1, 2, 3, 4])
+                yield Response(finish=generation_pb2.GenerationFinish(reason=MAX_TOKENS))
 
 
 def start(request: generation_pb2.GenerateRequest) -> Response:
@@ -171,7 +182,7 @@ def delta(text: str, token_ids: Sequence[int]) -> Response:
 
 def finish(
     num_tokens: int,
-    reason: generation_pb2.FinishReason = generation_pb2.FINISH_REASON_MAX_TOKENS,
+    reason: generation_pb2.FinishReason = MAX_TOKENS,
 ) -> Response:
     usage = generation_pb2.Usage(prompt_tokens=3, completion_tokens=num_tokens)
     return Response(finish=generation_pb2.GenerationFinish(reason=reason, usage=usage))
@@ -187,22 +198,25 @@ def test_every_kind_of_answer_has_its_outcome() -> None:
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with opened(f"127.0.0.1:{port}") as target:
-            asks = [build_ask(n) for n in range(13) if n != 7]
+            asks = [build_ask(n) for n in range(14) if n != 7]
             asks.append(build_ask(7, deadline_s=0.3))
             records = await replay(target, asks)
         await server.stop(None)
         return records
 
     records = asyncio.run(work())
-    assert [records[n].outcome for n in range(13)] == [
+    assert [records[n].outcome for n in range(14)] == [
         "ok", "refused", "failed", "failed", "short", "short", "timed_out", "timed_out", "failed",
-        "failed", "failed", "failed", "failed",
+        "failed", "failed", "failed", "failed", "ok",
     ]  # fmt: skip
     assert "not jaxserve's" in records[11].error
     good = records[0]
     assert [arrival.num_tokens for arrival in good.arrivals] == [2, 0, 2]
     assert not good.are_tokens_assumed
     assert records[1].error == "the queue is full"
+    untold = records[13]
+    assert (untold.prompt_tokens, untold.output_tokens, untold.cached_prompt_tokens) == (None,) * 3
+    assert (untold.phases.queue_s, untold.phases.delivery_s) == (None, None)
     assert (len(records[2].arrivals), records[2].error) == (1, "broke")
     assert servicer.left_s["r0"] is None
     left_s = servicer.left_s["r7"]

@@ -141,7 +141,7 @@ class Target(Protocol):
 
 
 def read_end(finish: "Finish | Finished", *, by: Literal["server", "engine"]) -> End:
-    """Returns the end that the server or the engine told.
+    """Returns the end that the server or the engine told; what it did not tell is None.
 
     Raises:
       TargetError: it was cancelled; nobody here asks for that.
@@ -149,17 +149,20 @@ def read_end(finish: "Finish | Finished", *, by: Literal["server", "engine"]) ->
     if finish.reason is FinishReason.CANCELLED:
         raise TargetError(f"the {by} cancelled it", outcome="failed")
     usage, timings = finish.usage, finish.timings
-    return End(
-        finish_reason=finish.reason.value,
-        prompt_tokens=usage.prompt_tokens,
-        output_tokens=usage.completion_tokens,
-        cached_prompt_tokens=usage.cached_prompt_tokens,
-        phases=ServerPhases(
+    phases = ServerPhases()
+    if timings is not None:
+        phases = ServerPhases(
             queue_s=timings.queue_s,
             prefill_s=timings.prefill_s,
             decode_s=timings.decode_s,
             delivery_s=timings.delivery_s,
             compile_s=timings.compile_s,
-        ),
+        )
+    return End(
+        finish_reason=finish.reason.value,
+        prompt_tokens=usage.prompt_tokens if usage else None,
+        output_tokens=usage.completion_tokens if usage else None,
+        cached_prompt_tokens=usage.cached_prompt_tokens if usage else None,
+        phases=phases,
         is_late=finish.reason is FinishReason.DEADLINE,
     )

@@ -45,6 +45,7 @@ class GrpcTarget:
         model: the name to ask for; "" is the one that is served.
         metrics_url: of the server's metrics over HTTP; None is none.
         """
+        self._address = address
         self._client = AsyncClient(address)
         self._model = model
         self._scraper = None if metrics_url is None else Scraper(metrics_url)
@@ -53,7 +54,7 @@ class GrpcTarget:
         try:
             models = await self._client.models(timeout_s=DESCRIBE_TIMEOUT_S)
         except ServerError as error:
-            raise TargetError(str(error), outcome="refused") from error
+            raise TargetError(self._explain(error, has_begun=False), outcome="refused") from error
         found = next((model for model in models if self._model in ("", model.name)), None)
         if found is None:
             names = ", ".join(model.name for model in models)
@@ -87,13 +88,14 @@ class GrpcTarget:
                         case Delta():
                             has_begun = True
                             yield Message(
-                                num_tokens=len(event.token_ids), has_text=bool(event.text)
+                                num_tokens=len(event.token_ids),
+                                has_text=bool(event.text or event.reasoning or event.tool_calls),
                             )
                         case Finish():
                             yield read_end(event, by="server")
         except ServerError as error:
             outcome = _outcome(error, has_begun=has_begun)
-            raise TargetError(str(error), outcome=outcome) from error
+            raise TargetError(self._explain(error, has_begun=has_begun), outcome=outcome) from error
         except LookupError as error:  # no reason of ours, or a message without an event
             raise TargetError(
                 f"the stream is not jaxserve's: its end has the reason {error}", outcome="failed"
@@ -104,6 +106,23 @@ class GrpcTarget:
 
     async def read_levels(self) -> Levels:
         return levels_of(await self.read_metrics())
+
+    def _explain(self, error: ServerError, *, has_begun: bool) -> str:
+        """Returns what a person is told: an error without a reason did not come from jaxserve."""
+        if error.reason:
+            return str(error)
+        match error.code:
+            case grpc.StatusCode.UNAVAILABLE if has_begun:
+                return f"the connection to {self._address} was lost"
+            case grpc.StatusCode.UNAVAILABLE:
+                return (
+                    f"no gRPC server answers at {self._address}; is it running, and is the "
+                    "address right?"
+                )
+            case grpc.StatusCode.UNIMPLEMENTED:
+                return f"the gRPC server at {self._address} is not jaxserve; is the address right?"
+            case _:
+                return str(error)
 
     async def close(self) -> None:
         await self._client.close()
