@@ -7,7 +7,7 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from jaxserve.config import Config, default_cache_dir, load_config
+from jaxserve.config import Config, default_cache_dir, is_loopback, load_config
 from jaxserve.errors import ConfigError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -165,7 +165,7 @@ def test_a_geometric_list_says_what_it_needs(sizes: dict[str, int]) -> None:
 def test_a_list_that_is_not_json_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXSERVE_BUCKETS__DECODE_SEQS", "2,4")
     text = message()
-    assert text.startswith("environment: JAXSERVE_BUCKETS__DECODE_SEQS='2,4': not JSON; lists are")
+    assert text.startswith("environment: JAXSERVE_BUCKETS__DECODE_SEQS='2,4': not JSON; lists and")
 
 
 def test_a_wrong_value_names_file_key_value_and_what_is_allowed(tmp_path: Path) -> None:
@@ -219,3 +219,58 @@ def test_the_cache_folder_follows_the_user(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert default_cache_dir().is_relative_to(tmp_path / "home")
+
+
+def test_tenants_are_tables_in_a_file_and_json_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(
+        tmp_path,
+        "[tenants.default]\nrequests_per_minute = 60\n"
+        "[tenants.named.acme]\ntokens_per_minute = 5\nmax_priority = -1\n",
+    )
+    tenants = load_config(path).tenants
+    assert tenants.limits_of("acme").tokens_per_minute == 5
+    assert tenants.limits_of("acme").requests_per_minute is None, "nothing comes from default"
+    assert tenants.limits_of("bolt").requests_per_minute == 60
+    monkeypatch.setenv("JAXSERVE_TENANTS__DEFAULT", '{"queue_share": 0.5}')
+    named = {"tenants.named": '{"bolt": {"max_context_tokens": 9}}'}
+    tenants = load_config(path, flags=named).tenants
+    assert tenants.default.queue_share == 0.5
+    assert tenants.limits_of("bolt").max_context_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("[tenants.named.acme]\nqueue_shar = 1", "unknown key tenants.named.acme.queue_shar; did"),
+        ("[tenants.default]\nqueue_share = 0", "tenants.default.queue_share is 0, but"),
+        ("[tenants.named.'a b']", "the tenant 'a b' must be"),
+        ("[tenants.named.other]", "other is a word of the metrics"),
+        ("[tenants.named]\nacme = 3", "tenants.named.acme is 3, but"),
+        ("[tls]\ncert_file = 'x'", "tls.cert_file and key_file go together"),
+        ("[tls]\nclient_ca_file = 'x'", "tls.client_ca_file needs cert_file"),
+        ("[admin]\naddress = '0.0.0.0:1'", "admin.address is '0.0.0.0:1', but it must be unix:"),
+        ("[admin]\naddress = '127.0.0.1'", "but it must be unix:"),
+        ("[admin]\naddress = '127.0.0.1:65536'", "but it must be unix:"),
+        ("[admin]\naddress = 'unix:'", "but it must be unix:"),
+    ],
+)
+def test_what_is_wrong_with_tenants_and_listeners_is_named(
+    tmp_path: Path, text: str, what: str
+) -> None:
+    assert what in message(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "address", ["unix:/run/x.sock", "127.0.0.1:0", "[::1]:50052", "localhost:1"]
+)
+def test_an_admin_address_is_a_socket_or_a_loopback_port(tmp_path: Path, address: str) -> None:
+    assert load_config(write(tmp_path, f"[admin]\naddress = '{address}'")).admin.address == address
+
+
+def test_only_what_is_certainly_this_machine_is_loopback() -> None:
+    for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
+        assert is_loopback(host), host
+    for host in ("0.0.0.0", "::", "", "10.0.0.1", "localhost.example.org", "::ffff:8.8.8.8"):
+        assert not is_loopback(host), host

@@ -75,7 +75,7 @@ class ConflictError(ServerError):
 
 
 class UnauthenticatedError(ServerError):
-    """No valid key came with the call: pass `api_key`."""
+    """No valid key came with the call: pass `key`."""
 
 
 class PermissionDeniedError(ServerError):

@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
 
 from jaxserve.client import AsyncClient
-from jaxserve.config import Config, ServerSection
+from jaxserve.config import Config, Section, ServerSection
 from jaxserve.engine import Engine, EngineState, Stream
 from jaxserve.engine.stream import Delivery
 from jaxserve.gen import generation_pb2, generation_pb2_grpc
@@ -21,6 +21,17 @@ from tests.engines import build_engine, check_accounts, check_idle
 from tests.fakes import FakeRunner, say
 
 LETTERS = say({None: b"abcdefghij" * 9})
+# A conversation whose answers hold reasoning and calls, in the form that Qwen's models write.
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: "
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # not in the stubs
 
 
@@ -73,11 +84,19 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def run_server(steps: Steps | None = None, **options: Any) -> AsyncIterator[Running]:  # noqa: ANN401
+async def run_server(
+    steps: Steps | None = None,
+    *,
+    sections: Mapping[str, Section] | None = None,
+    read_config: Callable[[], Config] | None = None,
+    **options: Any,  # noqa: ANN401
+) -> AsyncIterator[Running]:
     """Serves an engine; at the end everything it owned is counted (K1, K5).
 
     Args:
       steps: holds the device's results back.
+      sections: of the configuration, by name, that the server has and the engine has not.
+      read_config: see `Server`.
       options: of `build_engine`; the output is letters without an end, unless `script` is given.
     """
     options.setdefault("script", LETTERS)
@@ -85,7 +104,8 @@ async def run_server(steps: Steps | None = None, **options: Any) -> AsyncIterato
         options["on_result"] = steps.on_result
     engine, runner = build_engine(**options)
     asked, aborts = watch(engine)
-    server = Server(local(engine.config), engine.metrics)
+    config = local(engine.config).model_copy(update=dict(sections or {}))
+    server = Server(config, engine.metrics, read_config=read_config)
     await server.start()
     engine.start()
     server.attach(engine)

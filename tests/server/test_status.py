@@ -12,7 +12,11 @@ from jaxserve.client.errors import CLASSES, read_error
 from jaxserve.server.rich_status import DOMAIN, build_status
 from jaxserve.server.status import TABLE, find_row
 
-OURS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+OURS = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, errors.JaxserveError)
+]
 
 
 def unpack(status: grpc.Status) -> tuple[status_pb2.Status, error_details_pb2.ErrorInfo]:
