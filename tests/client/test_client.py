@@ -25,6 +25,7 @@ from jaxserve.client import (
     NotSupportedError,
     ServerError,
     Start,
+    StructuredOutput,
     UnavailableError,
 )
 from jaxserve.client.requests import GenerateOptions, build_generate
@@ -126,8 +127,9 @@ async def test_errors_carry_code_reason_field_and_request_id() -> None:
             assert error.code is grpc.StatusCode.INVALID_ARGUMENT
             assert (error.reason, error.field) == ("INVALID_FIELD", "sampling.top_p")
             assert (error.request_id, error.retry_after_s) == ("r", None)
-        with pytest.raises(NotSupportedError, match="logprobs"):
-            await client.generate("x", logprobs=1)  # type: ignore[call-arg]  # the proto has it
+        form = StructuredOutput(kind="regex", text="a+")
+        with pytest.raises(NotSupportedError, match="min_tokens"):
+            await client.generate("x", structured_output=form, min_tokens=1)
 
 
 @ASYNC
@@ -142,6 +144,11 @@ async def test_what_cannot_be_sent_is_refused_before_it_is() -> None:
             ({"logit_bias": {"abc": 1.0}}, TypeError),
             ({"max_tokens": -1}, ValueError),
             ({"seed": 1 << 64}, ValueError),
+            ({"bad_words": "abc"}, TypeError),
+            ({"allowed_token_ids": [-1]}, ValueError),
+            ({"n": 1 << 32}, ValueError),
+            ({"tool_choice": "auto"}, ValueError),
+            ({"tool_function": "add"}, ValueError),
             ({"temprature": 0.5}, TypeError),
         ]
         for options, error in wrong:
@@ -165,7 +172,7 @@ def test_none_is_an_option_left_out() -> None:
     assert not bare.sampling.HasField("temperature")
 
 
-def test_every_field_of_the_proto_but_the_refused_is_an_option() -> None:
+def test_every_field_of_the_proto_is_an_option() -> None:
     fields = {
         field.name
         for message in (
@@ -175,9 +182,8 @@ def test_every_field_of_the_proto_but_the_refused_is_an_option() -> None:
         )
         for field in message.DESCRIPTOR.fields
     }
-    refused = {"n", "echo", "logprobs", "prompt_logprobs"}
-    top = {"request_id", "model", "priority", "queue_timeout_s"}
-    assert GenerateOptions.__annotations__.keys() == fields - refused | top
+    top = {"request_id", "model", "priority", "queue_timeout_s", "structured_output"}
+    assert GenerateOptions.__annotations__.keys() == fields | top | {"tool_choice", "tool_function"}
 
 
 @ASYNC
@@ -235,5 +241,5 @@ def test_the_client_imports_neither_jax_nor_the_engine() -> None:
 
 def test_every_error_is_a_server_error() -> None:
     errors = [getattr(client_module, name) for name in client_module.__all__ if "Error" in name]
-    assert len(errors) == 11
+    assert len(errors) == 13
     assert all(issubclass(error, ServerError) for error in errors)

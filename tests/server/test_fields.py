@@ -7,6 +7,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from jaxserve.config import LimitsSection
 from jaxserve.errors import UnsupportedError
 from jaxserve.gen import generation_pb2, model_pb2
 from jaxserve.server.fields import REFUSED, SUPPORTED, refuse_unsupported
@@ -95,13 +96,6 @@ def test_a_field_passes_or_is_refused_by_its_path(
     assert path == caught.value.field or path.startswith(f"{caught.value.field}.")
 
 
-def test_an_option_that_is_set_to_zero_is_set() -> None:
-    message = generation_pb2.GenerateRequest(text="x")
-    message.output.logprobs = 0
-    with pytest.raises(UnsupportedError, match=r"output\.logprobs"):
-        refuse_unsupported(message)
-
-
 def test_a_field_of_a_newer_client_is_refused_by_its_number() -> None:
     known = generation_pb2.GenerateRequest(text="x")
     known.output.omit_text = True
@@ -128,18 +122,24 @@ async def test_refusals_reach_the_client_with_the_field() -> None:
                     await call
                 assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
                 assert path in (caught.value.details() or "")
+        score = generation_pb2.ScoreRequest(items=[{"continuation_text": "x"}], adapter="a")
+        with pytest.raises(grpc.RpcError, match="adapter") as caught:
+            await stub.Score(score)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         assert running.num_submitted == 0
 
 
 @pytest.mark.asyncio
-async def test_more_than_one_choice_is_refused_and_one_is_not() -> None:
-    async with run_server() as running, raw_stub(running) as stub:
+async def test_the_number_of_choices_is_bounded() -> None:
+    bounds = LimitsSection(max_choices=3)
+    async with run_server(bounds=bounds) as running, raw_stub(running) as stub:
         message = generation_pb2.GenerateRequest(text="x")
         message.stop.max_tokens = 1
-        message.sampling.n = 1
-        assert len((await stub.Generate(message)).choices) == 1
-        for count, code in ((2, "UNIMPLEMENTED"), (0, "INVALID_ARGUMENT")):
+        for count in (1, 3):
             message.sampling.n = count
-            with pytest.raises(grpc.RpcError, match="n is") as caught:
+            assert len((await stub.Generate(message)).choices) == count
+        for count in (0, 4):
+            message.sampling.n = count
+            with pytest.raises(grpc.RpcError, match=f"n is {count}") as caught:
                 await stub.Generate(message)
-            assert caught.value.code().name == code
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

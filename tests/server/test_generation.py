@@ -335,7 +335,7 @@ async def test_a_long_prompt_does_not_hold_the_loop_up() -> None:
 
 async def test_no_engine_means_unavailable_with_nothing_begun() -> None:
     async with run_server() as running, connect(running) as client:
-        running.server._engine = None
+        running.server.door._engine = None
         for call in (client.generate("x"), client.models(), client.tokenize("x")):
             with pytest.raises(UnavailableError, match="loading") as caught:
                 await call
