@@ -187,7 +187,6 @@ class Sequence:
       row: the state row owned while RUNNING.
       last_step: step_id of the last plan it was in; 0 before the first.
       num_lost: leading tokens that were computed before a preemption took their pages.
-      num_scored: leading prompt tokens after which the next one was scored, and that is committed.
     """
 
     id: int
@@ -202,7 +201,6 @@ class Sequence:
     num_preemptions: int = 0
     last_step: int = 0
     num_lost: int = 0
-    num_scored: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -234,6 +232,7 @@ class Request:
       max_tokens: 0 where only the prompt is scored.
       is_masked: its tokens are drawn under a mask (a grammar, bad words, allowed ids).
       tenant: as in `GenerationRequest`.
+      num_scored: leading prompt tokens after which the next one was scored, and that is committed.
     """
 
     id: str
@@ -250,3 +249,4 @@ class Request:
     is_masked: bool = False
     tenant: str = ""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
+    num_scored: int = 0

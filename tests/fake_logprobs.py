@@ -11,9 +11,9 @@ from jaxserve.plan import TokenLogprobs
 
 def next_logprobs(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
     """Returns the log-probability of each token after these; no two are equal."""
-    seed = np.uint64(zlib.crc32(array("q", tokens).tobytes()))
+    seed = zlib.crc32(array("q", tokens).tobytes()) * 0xBF58476D1CE4E5B9 % 2**64
     ids = np.arange(1, vocab_size + 1, dtype=np.uint64)
-    mixed = ids * np.uint64(0x9E3779B97F4A7C15) ^ seed * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = ids * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(seed)
     mixed = (mixed ^ mixed >> np.uint64(29)) * np.uint64(0x94D049BB133111EB)
     logits = (mixed >> np.uint64(40)) % np.uint64(8192) / 1024 + ids * 1e-6
     return logits - np.log(np.sum(np.exp(logits)))

@@ -454,7 +454,7 @@ class FakeRunner:
             cell = (token, position, row.mark)
             self._pool[page][place] = cell
             step.writes.append((page, place, cell))
-            row.marks += [row.mark] * chunk.num_tokens
+        row.marks += [row.mark] * chunk.num_tokens
 
     def _score(self, chunk: Chunk, step: FakeInFlight) -> None:
         if chunk.scoring is None:

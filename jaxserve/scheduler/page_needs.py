@@ -29,6 +29,8 @@ class PageNeeds:
 
     def writes_shared(self, sequence: Sequence) -> bool:
         """Whether the next token belongs into a part-filled page that other choices read."""
+        if not self._pool.num_repeated_tokens:  # nothing is shared
+            return False
         index, place = divmod(sequence.num_computed, self._pool.page_size)
         return place > 0 and self._pool.is_shared(sequence.pages[index])
 

@@ -271,7 +271,6 @@ class Planner:
                 sequence.pages += self._allocate(num_own)
             step.load_row(sequence)
             sequence.num_computed = prompt_len
-            sequence.num_scored = prompt_len - 1
             sequence.num_in_flight = 1
             sequence.last_step = self._next_step
             if not is_ending(sequence):

@@ -86,6 +86,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._next_sequence_id = 1
         self._live: dict[int, Sequence] = {}
+        self._owners: dict[int, Request] = {}  # of all choices of requests that have not ended
         self._num_live_requests = 0
         self._ended: set[int] = set()  # reported as ended, and not yet given to end() or finish()
         metrics.kv_capacity_tokens.set(pool.capacity_tokens)
@@ -155,6 +156,7 @@ class Scheduler:
             self._next_sequence_id += 1
             request.sequences.append(sequence)
             self._live[sequence.id] = sequence
+            self._owners[sequence.id] = request
         self._num_live_requests += 1
         self._waiting.append(request.sequences[0])
         self._deadlines.add(request)
@@ -189,8 +191,11 @@ class Scheduler:
         del self._live[sequence.id]
         if unforked:  # the next choice computes the prompt
             unforked[0].state = SequenceState.WAITING
+            unforked[0].last_step = sequence.last_step  # scores may be in flight
             self._waiting.put_back(unforked[0])
         if is_ended(sequence.request):
+            for ended in sequence.request.sequences:
+                del self._owners[ended.id]
             self._num_live_requests -= 1
             self._deadlines.trim(self._num_live_requests)
 
@@ -236,10 +241,10 @@ class Scheduler:
                 new = [
                     update for sequence in live for update in self._settle_prompt(sequence, chunk)
                 ]
-            if chunk.scoring and live:
+            if chunk.scoring and (request := self._owners.get(chunk.sequence_id)):
                 scores = tuple(result.prompt_logprobs[chunk.sequence_id])
-                live[0].num_scored = chunk.scoring.first + len(scores)
-                new = new or [Update(sequence=live[0])]
+                request.num_scored = chunk.scoring.first + len(scores)
+                new = new or [Update(sequence=self._get_live(request))]
                 new[0].prompt_logprobs = scores
             updates += new
         self._metrics.useful_rows.inc(num_useful)
@@ -275,6 +280,8 @@ class Scheduler:
         num_known = len(self._running) + len(self._waiting) + len(unforked)
         assert len(live) == num_known, "a sequence is lost"
         num_requests = len({id(sequence.request) for sequence in live})
+        owners = {id(request) for request in self._owners.values()}
+        assert len(owners) == num_requests, "an ended request is remembered"
         assert num_requests == self._num_live_requests, f"{num_requests} requests are live"
         for sequence in unforked:
             others = [s for s in sequence.request.sequences if s.id in self._live]
@@ -306,6 +313,9 @@ class Scheduler:
             finish=finish,
             logprobs=result.logprobs.get(sequence.id),
         )
+
+    def _get_live(self, request: Request) -> Sequence:
+        return next(sequence for sequence in request.sequences if sequence.id in self._live)
 
     def _settle_prompt(self, sequence: Sequence, chunk: Chunk) -> list[Update]:
         """Ends a request that wants its prompt scored and no more, after the last chunk of it."""

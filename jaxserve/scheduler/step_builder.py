@@ -168,11 +168,11 @@ def _fork(sequence: Sequence) -> Fork:
 def _score(sequence: Sequence, start: int, end: int) -> PromptScoring | None:
     """Returns what a chunk is to score: the prompt's tokens after those in it, where they have not
     been before a preemption."""
-    num_top = sequence.request.sampling.prompt_logprobs
+    request, prompt = sequence.request, sequence.request.prompt
+    num_top = request.sampling.prompt_logprobs
     if num_top is None:
         return None
-    prompt = sequence.request.prompt
-    first, last = max(start, sequence.num_scored), min(end, len(prompt) - 1)
+    first, last = max(start, request.num_scored), min(end, len(prompt) - 1)
     if first >= last:
         return None
     return PromptScoring(first=first, targets=prompt[first + 1 : last + 1], num_top=num_top)

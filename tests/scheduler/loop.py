@@ -165,10 +165,10 @@ class Loop:
         self.ends[sequence] = outcome
         self.scheduler.end(sequence)
         self.scheduler.end(sequence)
-        self._check_output(sequence, outcome)
         request = sequence.request
         if all(other in self.ends for other in request.sequences):
             self.finish(request, outcome)
+        self._check_output(sequence, outcome)
 
     def abort(self, request: Request) -> None:
         """What a client's cancel does, at whatever point; nothing once the request has ended."""

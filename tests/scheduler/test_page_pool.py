@@ -50,6 +50,41 @@ def test_a_shared_page_is_free_only_after_its_last_holder_and_the_latest_step() 
     assert pool.num_free == 4
 
 
+def test_shared_tokens_are_counted_for_each_holder_but_one() -> None:
+    pool = PagePool(num_pages=5, page_size=4)
+    pages = pool.allocate(2)
+    pool.share(pages, 6)  # the second page is half full
+    pool.share(pages[:1], 4)
+    assert pool.num_repeated_tokens == 6 + 4
+    assert (pool.is_shared(pages[0]), pool.is_shared(pages[1])) == (True, True)
+    pool.check([pages, pages, pages[:1]])
+    pool.release(pages, last_step=0)
+    assert pool.num_repeated_tokens == 4
+    assert (pool.is_shared(pages[0]), pool.is_shared(pages[1])) == (True, False)
+    pool.release(pages[:1], last_step=0)
+    assert pool.num_repeated_tokens == 0
+    pool.check([pages])
+
+
+def test_what_leaving_tables_free_is_what_nobody_else_holds() -> None:
+    pool = PagePool(num_pages=7, page_size=4)
+    first, other = pool.allocate(3), pool.allocate(1)
+    assert pool.num_freed_by([first, other]) == 4
+    pool.share(first[:2], 8)
+    second = [*first[:2], *pool.allocate(1)]
+    assert pool.num_freed_by([first]) == pool.num_freed_by([second]) == 1
+    assert pool.num_freed_by([first, second]) == 4
+
+
+def test_check_finds_shared_tokens_that_are_counted_wrong() -> None:
+    pool = PagePool(num_pages=5, page_size=4)
+    pages = pool.allocate(2)
+    pool.share(pages, 6)
+    pool.num_repeated_tokens -= 1
+    with pytest.raises(AssertionError, match="6 tokens are shared"):
+        pool.check()
+
+
 def test_a_page_released_twice_is_an_error() -> None:
     pool = PagePool(num_pages=5, page_size=4)
     pages = pool.allocate(1)

@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.request import FinishReason, SamplingParams, Sequence, SequenceState
 from tests.scheduler.loop import Loop
 
 NUM_SHARDS = 8
@@ -51,6 +51,9 @@ def draw_sampling(rng: random.Random) -> SamplingParams:
         temperature=rng.choice((0.0, 0.8)),
         presence_penalty=rng.choice((0.0, 0.0, 0.5)),
         min_tokens=rng.choice((0, 0, 4)),
+        num_choices=rng.choice((1, 1, 1, 2, 3, 4)),
+        logprobs=rng.choice((None, None, None, 0, 2)),
+        prompt_logprobs=rng.choice((None, None, None, 1)),
     )
 
 
@@ -61,20 +64,24 @@ class Round:
         self.rng = random.Random(seed)
         self.loop, self.configuration = draw_loop(self.rng)
         self.log: collections.deque[str] = collections.deque(maxlen=60)
-        self.num_forced: collections.Counter[Request] = collections.Counter()
+        self.num_forced: collections.Counter[Sequence] = collections.Counter()
 
     def play(self, num_operations: int) -> None:
-        operations = (self.submit, self.advance, self.abort, self.preempt, self.wait)
+        operations = (
+            self.submit, self.advance, self.abort, self.end, self.preempt, self.preempt_one,
+            self.wait,
+        )  # fmt: skip
         for _ in range(num_operations):
-            operation = self.rng.choices(operations, weights=(14, 80, 3, 2, 3))[0]
+            operation = self.rng.choices(operations, weights=(14, 80, 3, 2, 1, 2, 3))[0]
             operation()
         self.log.append("drain")
-        owed = sum(len(r.prompt) + r.max_tokens for r in self.loop.live)
+        owed = sum((len(r.prompt) + r.max_tokens) * len(r.sequences) for r in self.loop.live)
         self.loop.drain(max_steps=6 * owed + 10)
-        for request in self.loop.outputs:
-            by_shortage = request.sequences[0].num_preemptions - self.num_forced[request]
-            if request.priority == 0 and all(r.priority == 0 for r in self.loop.outputs):
-                assert by_shortage <= 12, f"{request.id} was preempted {by_shortage} times"
+        if any(request.priority for request in self.loop.outputs):
+            return
+        for sequence in (s for request in self.loop.outputs for s in request.sequences):
+            by_shortage = sequence.num_preemptions - self.num_forced[sequence]
+            assert by_shortage <= 12, f"{sequence.id} was preempted {by_shortage} times"
 
     def submit(self) -> None:
         rng = self.rng
@@ -83,23 +90,27 @@ class Round:
         )
         stop_ids = {1: FinishReason.EOS, 2: FinishReason.STOP} if rng.random() < 0.7 else {}
         now_s = self.loop.now_s
+        sampling = draw_sampling(rng)
+        is_only_scored = sampling.prompt_logprobs is not None and rng.random() < 0.4
         try:
             request = self.loop.add(
                 prompt,
-                rng.choice((1, 2, 8, 16, 32)),
-                sampling=draw_sampling(rng),
+                0 if is_only_scored else rng.choice((1, 2, 8, 16, 32)),
+                sampling=sampling,
                 seed=rng.randrange(2**64),
                 stop_ids=stop_ids,
                 priority=rng.choice((0, 0, 0, 1, 5)),
                 deadline_s=now_s + rng.uniform(0, 6) if rng.random() < 0.3 else None,
                 queue_deadline_s=now_s + rng.uniform(0, 20) if rng.random() < 0.2 else None,
+                is_masked=rng.random() < 0.2,
             )
         except InvalidRequestError:
             self.log.append(f"refused a prompt of {len(prompt)}")
             return
         if rng.random() < 0.2:
             self.loop.stops_at[request] = rng.randrange(1, 8)
-        asked = f"{len(prompt)}+{request.max_tokens} priority={request.priority}"
+        asked = f"{len(prompt)}+{request.max_tokens} n={sampling.num_choices}"
+        asked += f" masked={request.is_masked} priority={request.priority}"
         self.log.append(f"submit {request.id} {asked} deadline={request.deadline_s}")
 
     def advance(self) -> None:
@@ -111,17 +122,37 @@ class Round:
             self.log.append(f"abort {request.id}")
             self.loop.abort(request)
 
+    def end(self) -> None:
+        """Ends one choice, as if it had come to an end of its own."""
+        left = [s for r in self.loop.live for s in r.sequences if s not in self.loop.ends]
+        if left:
+            sequence = self.rng.choice(left)
+            self.log.append(f"end sequence {sequence.id} {sequence.state.name}")
+            self.loop.end(sequence, FinishReason.CANCELLED)
+
     def preempt(self) -> None:
         if self.loop.live:
             request = self.rng.choice(self.loop.live)
-            self.num_forced[request] += self.loop.is_running(request)
+            self.num_forced.update(s for s in request.sequences if is_running(s))
             self.log.append(f"preempt {request.id}")
             self.loop.preempt(request)
+
+    def preempt_one(self) -> None:
+        running = [s for r in self.loop.live for s in r.sequences if is_running(s)]
+        if running:
+            sequence = self.rng.choice(running)
+            self.num_forced[sequence] += 1
+            self.log.append(f"preempt sequence {sequence.id}")
+            self.loop.scheduler._planner.preempt(sequence)
 
     def wait(self) -> None:
         self.loop.now_s += self.rng.uniform(0, 3)
         late = self.loop.expire()
         self.log.append(f"now {self.loop.now_s:.2f}, late {[r.id for r in late]}")
+
+
+def is_running(sequence: Sequence) -> bool:
+    return sequence.state is SequenceState.RUNNING
 
 
 def play_round(seed: int, num_operations: int = OPERATIONS_A_ROUND) -> Round:
@@ -143,7 +174,13 @@ def test_random_operations_lose_no_page_and_change_no_output(shard: int) -> None
         ran["requests"] += len(loop.outcomes)
         for outcome in loop.outcomes.values():
             ran[str(outcome)] += 1
-        for name in ("preemptions", "recomputed_tokens", "chunked_prompts", "surplus_tokens"):
+        for name in ("preemptions", "recomputed_tokens", "chunked_prompts", "surplus_tokens",
+                     "forked_choices"):  # fmt: skip
             ran[name] += int(loop.metrics.value(f"{name}_total"))
+        ran["copies"] += sum(len(plan.copies) for plan in loop.plans)
+        ran["masked steps"] += sum(plan.needs_masks for plan in loop.plans)
+        ran["scores"] += sum(map(len, loop.prompt_logprobs.values()))
+        ran["only scored"] += sum(not request.max_tokens for request in loop.outputs)
+        ran["ends"] += len(loop.ends)
         assert loop.metrics.value("useful_rows_total") <= loop.metrics.value("offered_rows_total")
-    assert len(ran) == 12, f"something never happened, the test is weak: {ran}"
+    assert len(+ran) == 18, f"something never happened, the test is weak: {ran}"
