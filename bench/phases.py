@@ -96,16 +96,15 @@ async def send_all(
 
 
 async def send(client: AsyncClient, number: int, *, num_tokens: int) -> tuple[float, float]:
-    finish = None
+    timings = None
     sent_s = time.perf_counter()
     async for event in client.stream(
         prompt_of(number), max_tokens=num_tokens, ignore_eos=True, temperature=0.0
     ):
         if isinstance(event, Finish):
-            finish = event
+            timings = event.timings
     took_s = time.perf_counter() - sent_s
-    assert finish is not None, "a stream ends with its finish"
-    timings = finish.timings
+    assert timings is not None, "a stream ends with its finish, and that has its times"
     phases_s = timings.queue_s + timings.prefill_s + timings.decode_s + timings.delivery_s
     return took_s, phases_s
 

@@ -1,7 +1,6 @@
 """Messages of the server as the records of `results`."""
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
@@ -220,11 +219,11 @@ def _matched_stop(message: _Ended) -> str | int | None:
 
 
 def _logprobs(message: generation_pb2.Logprobs) -> tuple[TokenLogprob, ...]:
-    tops = map(_top, message.top) if message.top else itertools.repeat(())
+    tops = [_top(top) for top in message.top] or [()] * len(message.token_ids)
     rows = zip(message.token_ids, message.logprobs, message.ranks, message.token_bytes, strict=True)
     return tuple(
         TokenLogprob(token_id=token_id, logprob=logprob, rank=rank, token_bytes=spelled, top=top)
-        for (token_id, logprob, rank, spelled), top in zip(rows, tops, strict=False)
+        for (token_id, logprob, rank, spelled), top in zip(rows, tops, strict=True)
     )
 
 

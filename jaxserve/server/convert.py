@@ -131,7 +131,7 @@ def _read_prompt(
 
 def _read_sampling(message: generation_pb2.GenerateRequest, model: ServedModel) -> SamplingParams:
     sampling, stop, output = message.sampling, message.stop, message.output
-    overrides = {name: _optional(sampling, name, None) for name in SCALARS}
+    overrides: dict[str, object] = {name: _optional(sampling, name, None) for name in SCALARS}
     overrides |= {
         "num_choices": _optional(sampling, "n", None),
         "logit_bias": dict(sampling.logit_bias) or None,

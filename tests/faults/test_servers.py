@@ -66,6 +66,7 @@ def test_after_sigterm_four_streams_finish_and_a_fifth_is_refused(place: Place) 
             check_one_end(events, Finish)
             assert isinstance(events[-1], Finish)
             assert events[-1].reason is FinishReason.MAX_TOKENS
+            assert events[-1].usage is not None
             assert events[-1].usage.completion_tokens == 1000
         assert server.wait() == exit_codes.OK
 

@@ -59,6 +59,7 @@ async def test_the_phases_and_delivery_fit_in_the_clients_own_time() -> None:
             if is_stream:
                 *_, end = [event async for event in client.stream("Hi!", max_tokens=5)]
                 assert isinstance(end, Finish)
+                assert end.timings is not None
                 timings = end.timings
             else:
                 timings = (await client.generate("Hi!", max_tokens=5)).timings

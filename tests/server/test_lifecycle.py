@@ -108,6 +108,7 @@ async def test_after_a_signal_running_streams_end_well_and_new_ones_are_refused(
             assert isinstance(events[0], Start)
             assert isinstance(events[-1], Finish)
             assert events[-1].reason is FinishReason.MAX_TOKENS
+            assert events[-1].usage is not None
             assert events[-1].usage.completion_tokens == 30
         assert await process.exit_code == 0
         check_idle(process.engine)

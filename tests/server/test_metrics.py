@@ -100,6 +100,7 @@ class Crowd:
             if isinstance(event, Delta):
                 num_tokens += len(event.text)  # a letter each
             elif isinstance(event, Finish):
+                assert event.usage is not None
                 assert event.usage.completion_tokens == num_tokens
                 self.count("StreamGenerate", event.reason.value, event.usage)
 
