@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 from jaxserve.errors import InvalidRequestError
@@ -12,11 +13,12 @@ from jaxserve.text.chat import ChatTemplate
 MAX_DEPTH: Final = 64  # of a call's arguments that are given to a template as an object
 # What templates call an earlier turn's reasoning.
 _REASONING_KEYS: Final = ("reasoning_content", "reasoning", "thinking")
-_ID: Final = "call00001"  # nine characters, as some templates demand
-_TOOL: Final[Mapping[str, object]] = {
+PROBED_NAME: Final = "probed_function"
+PROBED_ARGUMENTS: Final[Mapping[str, str]] = {"probed_key": "probed_value"}
+PROBED_TOOL: Final[Mapping[str, object]] = {
     "type": "function",
     "function": {
-        "name": "probed_function",
+        "name": PROBED_NAME,
         "description": "Probed.",
         "parameters": {
             "type": "object",
@@ -25,6 +27,20 @@ _TOOL: Final[Mapping[str, object]] = {
         },
     },
 }
+_ID: Final = "call00001"  # nine characters, as some templates demand
+_USER: Final = ChatMessage(role="user", content="Probed.")
+_CALL: Final = ChatMessage(
+    role="assistant",
+    content="",
+    tool_calls=(
+        {
+            "id": _ID,
+            "type": "function",
+            "function": {"name": PROBED_NAME, "arguments": json.dumps(PROBED_ARGUMENTS)},
+        },
+    ),
+)
+_ANSWER: Final = ChatMessage(role="tool", content="Probed.", tool_call_id=_ID, name=PROBED_NAME)
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -37,17 +53,20 @@ class TemplateTraits:
         recommends, some older templates write a text.
       no_content: what it takes for a turn that has only calls.
       reasoning_keys: under which names it looks for an earlier turn's reasoning.
+      called: a conversation in which the probed function is called, as it is rendered; empty where
+        the template does not render one.
     """
 
     renders_tools: bool
     arguments: Literal["object", "text"] = "object"
     no_content: Literal["empty", "null", "absent"] = "empty"
     reasoning_keys: tuple[str, ...] = ()
+    called: str = ""
 
 
 def plain_traits(source: str) -> TemplateTraits:
     """Returns what can be said of a template for conversations without tools."""
-    keys = tuple(key for key in _REASONING_KEYS if key in source)
+    keys = tuple(key for key in _REASONING_KEYS if re.search(rf"[.'\"]{key}\b", source))
     return TemplateTraits(renders_tools=False, reasoning_keys=keys)
 
 
@@ -58,43 +77,34 @@ def find_traits(template: ChatTemplate, variables: Mapping[str, object]) -> Temp
       variables: what it is given besides messages and tools.
     """
 
-    def render(messages: list[dict[str, object]]) -> str:
-        names = {**variables, "tools": [_TOOL]}
+    def render(*messages: ChatMessage, traits: TemplateTraits) -> str:
+        names = {**variables, "tools": [PROBED_TOOL]}
+        built = build_messages(messages, traits)
         try:
-            return template.render(messages, add_generation_prompt=True, variables=names)
+            return template.render(built, add_generation_prompt=True, variables=names)
         except InvalidRequestError:
             return ""
 
-    user: dict[str, object] = {"role": "user", "content": "Probed."}
-    traits = dataclasses.replace(
-        plain_traits(template.source), renders_tools="probed_function" in render([user])
-    )
+    traits = plain_traits(template.source)
+    told = render(_USER, traits=traits)
+    traits = dataclasses.replace(traits, renders_tools=PROBED_NAME in told)
     variants = (
         dataclasses.replace(traits, arguments=arguments, no_content=no_content)
         for arguments in ("object", "text")
         for no_content in ("empty", "null", "absent")
     )
-    return next((variant for variant in variants if _can_call(render, user, variant)), traits)
+    for variant in variants:
+        text = render(_USER, _CALL, _ANSWER, traits=variant)
+        if _has_call(text):
+            return dataclasses.replace(variant, called=text)
+    return traits
 
 
-def _can_call(
-    render: Callable[[list[dict[str, object]]], str],
-    user: dict[str, object],
-    traits: TemplateTraits,
-) -> bool:
-    """Whether a call given in this form is written as JSON, or as the template's own form."""
-    arguments = '{"probed_key": "probed_value"}'
-    call = {"id": _ID, "type": "function"}
-    call_turn = ChatMessage(
-        role="assistant",
-        content="",
-        tool_calls=(call | {"function": {"name": "probed_function", "arguments": arguments}},),
-    )
-    answer = ChatMessage(role="tool", content="Probed.", tool_call_id=_ID, name="probed_function")
-    text = render([user, *build_messages([call_turn, answer], traits)])
+def _has_call(text: str) -> bool:
+    """Whether the probed call is written as JSON, or as the template's own form."""
     # Python's spelling of an object or of null, and JSON inside of a JSON string
-    is_mangled = "'probed_key'" in text or "None" in text or r"\"probed_key" in text
-    return "probed_value" in text and not is_mangled
+    is_mangled = "{'probed_key'" in text or "None" in text or r"\"probed_key" in text
+    return PROBED_ARGUMENTS["probed_key"] in text and not is_mangled
 
 
 def build_messages(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 # Private-use characters; one that occurs nowhere in the input is taken as the mark.
 _FIRST_MARK, _LAST_MARK = 0xE000, 0xF8FF
+_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
 class Shield:
@@ -37,8 +38,9 @@ class Shield:
         self._part_lengths = _lengths(self._heads)
 
     def pick_mark(self, texts: Iterable[str]) -> str:
-        """Returns a private-use character that occurs in none of the texts."""
-        used = set("".join(texts))
+        """Returns a private-use character that occurs in none of the texts, nor as an escape."""
+        text = "".join(texts)
+        used = {*text, *(chr(int(code, 16)) for code in _ESCAPE.findall(text))}
         return next(chr(code) for code in range(_FIRST_MARK, _LAST_MARK) if chr(code) not in used)
 
     def apply(self, value: object, mark: str) -> object:
@@ -82,7 +84,11 @@ class Shield:
 
 
 def split_marked(text: str, mark: str) -> Iterator[tuple[str, bool]]:
-    """Yields the pieces of a rendered text, marks removed, and whether each is the caller's."""
+    """Yields the pieces of a rendered text, marks removed, and whether each is the caller's.
+
+    Some templates write JSON in ASCII: there a mark is an escape.
+    """
+    text = text.replace(f"\\u{ord(mark):04x}", mark)
     position = 0
     for found in re.finditer(f"(?:[^{mark}]?{mark})+", text):
         if found.start() > position:

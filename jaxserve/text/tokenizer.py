@@ -260,6 +260,15 @@ class Tokenizer:
         """Whether the chat template tells the model of tools."""
         return self.chat_template is not None and self._tool_traits.renders_tools
 
+    @property
+    def probed_call(self) -> str:
+        """How the chat template renders a call of the probed function; empty where it does not.
+
+        Raises:
+          InvalidRequestError: the template is no valid one.
+        """
+        return "" if self.chat_template is None else self._tool_traits.called
+
     def _choose_template(self, prompt: ChatPrompt) -> tuple[ChatTemplate, TemplateTraits]:
         """Returns the template for a conversation with its traits.
 

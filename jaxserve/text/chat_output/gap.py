@@ -58,6 +58,10 @@ class Gap:
 
     Whitespace beside a call is layout and is dropped: before a marker, and after a call where
     nothing else follows.
+
+    Attributes:
+      layout: the whitespace before the last marker that was found; where no call follows the
+        marker after all, it is content too.
     """
 
     def __init__(self, sink: DeltaSink, markers: tuple[str, ...], *, is_after_call: bool) -> None:
@@ -65,12 +69,14 @@ class Gap:
         self._search = MarkerSearch(markers)
         self._held = ""
         self._is_after_call = is_after_call
+        self.layout = ""
 
     def push(self, text: str) -> tuple[str, str]:
         """Takes text; returns (the marker found or "", the text after it)."""
         text = self._held + text
         at, marker = self._search.find(text)
         cut = at - layout_before(text, at) if marker else self._search.held_from(text)
+        self.layout = text[cut:at] if marker else ""
         self._held = "" if marker else text[cut:]
         self._give(text[:cut])
         return marker, text[at + len(marker) :] if marker else ""

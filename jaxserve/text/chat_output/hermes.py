@@ -56,7 +56,7 @@ class HermesReader:
     def _read_text(self, text: str) -> str:
         marker, rest = self._gap.push(text)
         if marker == OPEN:
-            self._place, self._held = _Place.OPENED, [OPEN]
+            self._place, self._held = _Place.OPENED, [self._gap.layout, OPEN]
         elif marker == CLOSE:
             self._gap = Gap(self._sink, (OPEN,), is_after_call=True)
         return rest

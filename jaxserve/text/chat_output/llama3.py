@@ -41,7 +41,7 @@ class Llama3Reader:
                 case _Place.TEXT:
                     marker, text = self._gap.push(text)
                     if marker:
-                        self._place, self._held = _Place.OPENED, [marker]
+                        self._place, self._held = _Place.OPENED, [self._gap.layout, marker]
                 case _Place.OPENED:
                     text = self._read_opened(text)
                 case _Place.CALL:

@@ -47,7 +47,7 @@ class MistralReader:
                 case _Place.TEXT:
                     marker, text = self._gap.push(text)
                     if marker:
-                        self._place, self._held = _Place.OPENED, [marker]
+                        self._place, self._held = _Place.OPENED, [self._gap.layout, marker]
                 case _Place.CALL:
                     text = self._read_call(text)
                 case _Place.NAME:

@@ -1,16 +1,20 @@
 """Which forms a model writes its calls and its reasoning in, and the parser of one output."""
 
 import dataclasses
+import itertools
+import json
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from jaxserve.errors import UnsupportedError
+from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.text.chat_output import hermes, llama3, mistral, qwen_coder
-from jaxserve.text.chat_output.deltas import DeltaSink, OutputDelta
+from jaxserve.text.chat_output.deltas import CallDelta, DeltaSink, OutputDelta
+from jaxserve.text.chat_output.json_call import is_object
 from jaxserve.text.chat_output.reader import PlainReader, ToolReader
 from jaxserve.text.chat_output.reasoning import REASONING_MARKERS, ReasoningReader
 from jaxserve.text.chat_output.tools import AUTO, ToolChoice, Tools, parameter_types, tool_names
+from jaxserve.text.messages import PROBED_ARGUMENTS, PROBED_NAME, PROBED_TOOL
 from jaxserve.text.tokenizer import Tokenizer
 
 # The special tokens that mark calls, by the tool parser's name.
@@ -28,6 +32,8 @@ TOOL_MARKERS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
 }
 MISTRAL_ID_CHARS: Final = 9  # its templates refuse any other length
+PIECE_CHARS: Final = 4096  # a long text is read in pieces: its rest is copied at each call
+LLAMA3_TURN: Final = "<|end_header_id|>"
 _ID_LETTERS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
@@ -123,10 +129,9 @@ class ChatOutput:
 
     def push(self, text: str) -> list[OutputDelta]:
         """Takes the next piece of text; returns what is decided by now."""
-        if self._reasoning is not None:
-            self._reasoning.push(text)
-        else:
-            self._reader.push(text)
+        push = self._reader.push if self._reasoning is None else self._reasoning.push
+        for start in range(0, len(text), PIECE_CHARS):
+            push(text[start : start + PIECE_CHARS])
         return self._sink.take()
 
     def flush(self) -> list[OutputDelta]:
@@ -146,7 +151,7 @@ def find_parsers(tokenizer: Tokenizer, *, tool: str = "auto", reasoning: str = "
       reasoning: likewise, of REASONING_MARKERS.
     """
     template = tokenizer.tool_template or tokenizer.chat_template or ""
-    found = _find_tool_form(template)
+    found = _find_tool_form(_probe(tokenizer)) if tool == "auto" else ""
     tool_name = {"auto": found, "none": "", "qwen": "hermes"}.get(tool, tool)
     reasoning_name = {"auto": _find_reasoning(template), "none": ""}.get(reasoning, reasoning)
     markers = {*TOOL_MARKERS.get(tool_name, ()), *REASONING_MARKERS.get(reasoning_name, ())}
@@ -158,17 +163,34 @@ def find_parsers(tokenizer: Tokenizer, *, tool: str = "auto", reasoning: str = "
     )
 
 
-def _find_tool_form(template: str) -> str:
-    """Returns the form of calls that a template spells; empty for one that is not known."""
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<function=" in template and "<parameter=" in template:
-        return "qwen_coder" if "<tool_call>" in template else ""
-    if "<tool_call>" in template and "<arg_key>" not in template:
-        return "hermes"
-    if "<|start_header_id|>" in template and '"parameters": ' in template:
-        return "llama3"
-    return ""
+def _probe(tokenizer: Tokenizer) -> str:
+    try:
+        return tokenizer.probed_call
+    except InvalidRequestError:  # each conversation will be refused with the reason
+        return ""
+
+
+def _find_tool_form(rendered: str) -> str:
+    """Returns the form that reads the probed call in a rendered conversation; empty for none."""
+    return next((form for form in TOOL_MARKERS if _reads_call(form, rendered)), "")
+
+
+def _reads_call(form: str, rendered: str) -> bool:
+    if form == "llama3":  # its calls have no marker: they stand where an output begins
+        start = rendered.find(f'{{"name": "{PROBED_NAME}"')
+        if start < 0 or not rendered[:start].rstrip().endswith(LLAMA3_TURN):
+            return False
+        rendered = rendered[start:]
+    elif TOOL_MARKERS[form][0] not in rendered:
+        return False
+    output = Parsers(tool=form).open(tools=(PROBED_TOOL,))
+    parts = [*output.push(rendered), *output.flush()]
+    calls = [part for part in parts if isinstance(part, CallDelta)]
+    return any(
+        opened.name == PROBED_NAME and json.loads(arguments.arguments) == PROBED_ARGUMENTS
+        for opened, arguments in itertools.pairwise(calls)
+        if is_object(arguments.arguments)
+    )
 
 
 def _find_reasoning(template: str) -> str:

@@ -50,6 +50,7 @@ class QwenCoderReader:
         self._gap = Gap(sink, _TEXT, is_after_call=False)
         self._held = ""  # what stands before a name, while it may be none
         self._name = ""
+        self._is_parameter = False  # what the name is of
         self._function = ""
         self._num_parameters = 0
         self._value: _Value | None = None
@@ -80,9 +81,10 @@ class QwenCoderReader:
     def _read_gap(self, text: str) -> str:
         marker, rest = self._gap.push(text)
         if marker == OPEN:
-            self._place, self._held, self._name = _Place.OPENED, OPEN, ""
+            self._place, self._held, self._name = _Place.OPENED, self._gap.layout + OPEN, ""
         elif marker in (FUNCTION, PARAMETER):
-            self._place, self._held, self._name = _Place.NAME, marker, ""
+            self._place, self._held, self._name = _Place.NAME, self._gap.layout + marker, ""
+            self._is_parameter = marker == PARAMETER
         elif marker:
             if self._function:  # the end of a block ends its function too
                 self._sink.add_arguments("}" if self._num_parameters else "{}")
@@ -95,13 +97,14 @@ class QwenCoderReader:
         text, self._name = self._name + text, ""
         layout, rest = split_whitespace(text)
         if rest.startswith(FUNCTION) and len(layout) <= MAX_LAYOUT:
-            self._place, self._held = _Place.NAME, OPEN + layout + FUNCTION
+            self._place, self._held = _Place.NAME, self._held + layout + FUNCTION
+            self._is_parameter = False
             return rest[len(FUNCTION) :]
         if FUNCTION.startswith(rest) and len(layout) <= MAX_LAYOUT:
             self._name = text
             return ""
         layout = layout[:MAX_LAYOUT]
-        self._sink.add_content(OPEN + layout)
+        self._sink.add_content(self._held + layout)
         self._go_on(_TEXT)
         return text[len(layout) :]
 
@@ -113,12 +116,11 @@ class QwenCoderReader:
         rest = text[len(taken) :]
         if not rest:
             return ""
-        is_parameter = self._held == PARAMETER
         if rest[0] != ">" or not self._name:
             self._sink.add_content(self._held + self._name)
-            self._go_on(_IN_FUNCTION if is_parameter else _TEXT)
+            self._go_on(_IN_FUNCTION if self._is_parameter else _TEXT)
             return rest
-        if is_parameter:
+        if self._is_parameter:
             self._begin_parameter()
         else:
             self._function, self._num_parameters = self._name, 0
