@@ -75,8 +75,7 @@ class GrammarCompiler:
         started = time.monotonic()
         matchers: list[llguidance.LLMatcher] = []
         # llguidance descends a grammar by recursion; what stack callers' threads have is not known
-        thread = _start_thread(lambda: matchers.append(open_matcher(self._tokenizer, source)))
-        thread.join()
+        self._start_thread(lambda: matchers.append(open_matcher(self._tokenizer, source))).join()
         compiled = CompiledGrammar(matcher=matchers[0], compile_s=time.monotonic() - started)
         self._keep(source, compiled)
         return compiled
@@ -107,6 +106,18 @@ class GrammarCompiler:
                 _keep_newest(self._refused, source, str(error), entries=MAX_REFUSED)
             raise
         return self.compile_anew(source)
+
+    def _start_thread(self, run: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=run, name="jaxserve-grammar", daemon=True)
+        # The size is of the whole process: a thread that others start just now may get it too,
+        # which is more address space for it and no harm.
+        with self._lock:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(before)
+        return thread
 
     def _keep(self, source: str, compiled: CompiledGrammar) -> None:
         with self._lock:
@@ -145,15 +156,3 @@ def _keep_newest[T](
     while len(kept) > 1 and (len(kept) > entries or num_bytes > CACHE_BYTES):
         oldest, _ = kept.popitem(last=False)
         num_bytes -= len(oldest)
-
-
-def _start_thread(run: Callable[[], None]) -> threading.Thread:
-    # The size is of the whole process: a thread that others start just now may get it too, which
-    # is more address space for it and no harm.
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        thread = threading.Thread(target=run, name="jaxserve-grammar", daemon=True)
-        thread.start()
-    finally:
-        threading.stack_size(before)
-    return thread

@@ -23,7 +23,13 @@ WHITE_SPACE: Final = r"[ \t]{1,2}|\r?\n[ \t]{0,32}"
 # Tokens that the grammar leaves no choice in are drawn like the others. Forcing the tokenizer's
 # own spelling of such a text costs a tokenization of all of it at each of its tokens.
 _OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
-_OWN_KEY: Final = "x-guidance"
+OWN_KEY: Final = "x-guidance"
+# How a JSON text may be laid out and spelled. "\u00e9" for "é" is allowed, as JSON does.
+JSON_STYLE: Final[Mapping[str, object]] = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": WHITE_SPACE,
+    "json_allow_general_unicode_escapes": True,
+}
 _QUOTED: Final = re.compile(
     r'"(?:\\.|[^"\\\n])*"'  # a string
     r"|/(?![/*])(?:\\.|[^/\\\n])+/"  # a regular expression
@@ -76,10 +82,9 @@ def _wrap(lark: str) -> str:
 
 def _join(schema: Mapping[str, object]) -> str:
     """Returns a schema behind a start rule that carries the options."""
-    own = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
     parts = [
         {"lark_grammar": "start: @schema" + _OPTIONS},
-        {"name": "schema", "json_schema": {**schema, _OWN_KEY: own}},
+        {"name": "schema", "json_schema": {**schema, OWN_KEY: JSON_STYLE}},
     ]
     return json.dumps({"grammars": parts})
 
@@ -96,9 +101,9 @@ def _read_schema(text: str) -> Mapping[str, object]:
     if not isinstance(schema, dict):
         what = "allows nothing" if schema is False else "is not an object"
         raise BadGrammarError(f"the JSON Schema {what}; send a schema object", field=field)
-    if _OWN_KEY in schema:
+    if OWN_KEY in schema:
         raise BadGrammarError(
-            f"the JSON Schema has the key {_OWN_KEY!r}, which is not supported; leave it out",
+            f"the JSON Schema has the key {OWN_KEY!r}, which is not supported; leave it out",
             field=field,
         )
     return schema

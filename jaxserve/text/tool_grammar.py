@@ -7,7 +7,7 @@ from typing import Final
 
 from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.request import StructuredOutput
-from jaxserve.text.grammar_source import WHITE_SPACE
+from jaxserve.text.grammar_source import JSON_STYLE, OWN_KEY
 from jaxserve.text.tokenizer import Tokenizer
 
 FIELD: Final = "chat.tools_json"
@@ -230,12 +230,8 @@ def _with_definitions(schema: Mapping[str, object], function: _Function) -> Mapp
 
 
 def _inline(schema: Mapping[str, object], function: _Function) -> str:
-    own = {
-        "whitespace_flexible": True,
-        "whitespace_pattern": WHITE_SPACE,
-        "lenient": not function.is_strict,
-    }
-    return f"%json {json.dumps({**schema, 'x-guidance': own})}"
+    style = {**JSON_STYLE, "lenient": not function.is_strict}
+    return f"%json {json.dumps({**schema, OWN_KEY: style})}"
 
 
 def _move_references(schema: object, place: str) -> object:
