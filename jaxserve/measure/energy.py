@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
+from jaxserve.engine.machine import read_gpus
+
 POWERCAP: Final = Path("/sys/class/powercap")
 
 
@@ -92,6 +94,8 @@ def start_meter(powercap: Path = POWERCAP) -> EnergyMeter:
     except NotReadableError as error:
         missing["cpu"] = f"not readable: {error}"
     try:
+        if not read_gpus():
+            raise NotReadableError("this machine has no NVIDIA GPU")
         counters["gpu"] = NvmlCounter(_load_nvml())
     except NotReadableError as error:
         missing["gpu"] = f"not readable: {error}"

@@ -17,7 +17,7 @@ METHODS: Final[Mapping[str, str]] = {
     "std": "population standard deviation (divided by n) within a run; sample standard deviation "
     "(divided by n - 1) over repeats",
     "interval": "mean of the repeats +- t * std / sqrt(n), two-sided 95 %, Student's t with n - 1 "
-    "degrees of freedom; absent with fewer than two repeats",
+    "degrees of freedom; absent with fewer than two repeats; cut at 0 where no repeat is below it",
     "ratio": "exp of Welch's two-sided 95 % interval for the difference of the means of the "
     "repeats' logarithms, degrees of freedom rounded down; absent with fewer than two repeats on "
     "either side",
@@ -135,7 +135,10 @@ class Interval:
 
 
 def mean_interval(values: Iterable[float]) -> Interval | None:
-    """Returns the mean over repeats with its t interval; None of nothing."""
+    """Returns the mean over repeats with its t interval; None of nothing.
+
+    Rates, times and shares are never below 0, so their interval is cut there.
+    """
     repeats = list(values)
     if not repeats:
         return None
@@ -143,7 +146,10 @@ def mean_interval(values: Iterable[float]) -> Interval | None:
     if len(repeats) < 2:
         return Interval(value=mean, low=None, high=None, num_repeats=len(repeats))
     half = t_975(len(repeats) - 1) * math.sqrt(_variance(repeats) / len(repeats))
-    return Interval(value=mean, low=mean - half, high=mean + half, num_repeats=len(repeats))
+    low = mean - half
+    if min(repeats) >= 0:
+        low = max(low, 0.0)
+    return Interval(value=mean, low=low, high=mean + half, num_repeats=len(repeats))
 
 
 def ratio_interval(new: Sequence[float], old: Sequence[float]) -> Interval | None:

@@ -180,7 +180,7 @@ def test_files_that_will_not_do_are_one_line(
     path, new = tmp_path / "w.jsonl", tmp_path / "new.jsonl"
     assert "cannot be read: No such file" in error_of(capsys, "show", path, code=1)
     path.write_text('{"prompt": "a"}\n')
-    assert "its last line is not its end" in error_of(capsys, "show", path, code=1)
+    assert "line 1: it has no jaxserve_workload" in error_of(capsys, "show", path, code=1)
     for words, message, code in (
         (("import", path, "--format", "jaxserve"), "line 1: it has no jaxserve_workload", 1),
         (("import", path, "--format", "azure"), "line 1: it has no column TIMESTAMP", 1),

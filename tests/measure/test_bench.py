@@ -110,9 +110,32 @@ def test_a_records_line_is_read_back_as_it_was(tmp_path: Path) -> None:
         writer.write(record, 4)
         writer.write(record, None)
     assert list(read_records(tmp_path / "r.jsonl")) == [(4, record), (None, record)]
-    (tmp_path / "r.jsonl").write_text('{"repeat": 1}\n')
-    with pytest.raises(ResultError, match=r"r\.jsonl, line 1: not a request"):
-        list(read_records(tmp_path / "r.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"index": "0"},
+        {"sent_s": "1.0"},
+        {"outcome": "fine"},
+        {"repeat": "0"},
+        {"new": 1},
+        {"arrivals": [[1.0, 2.5]]},
+        {"arrivals": [1.0]},
+        {"phases": {"queue_s": "a"}},
+        {"phases": {"new": 1.0}},
+        {"end_s": None},
+    ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, damage: dict[str, object]) -> None:
+    path = tmp_path / "r.jsonl"
+    with RequestWriter(path) as writer:
+        writer.write(build_record([(1.0, 2)]), 0)
+    facts = json.loads(path.read_text())
+    assert len(list(read_records(path))) == 1
+    path.write_text(path.read_text() + json.dumps(facts | damage) + "\n")
+    with pytest.raises(ResultError, match=r"r\.jsonl, line 2: not a request"):
+        list(read_records(path))
 
 
 def test_a_server_is_told_by_what_it_did_during_the_repeats() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.measure import energy
 from jaxserve.measure.energy import (
     Counter,
     Energy,
@@ -40,6 +41,15 @@ def test_packages_and_their_memory_are_added_and_what_is_within_them_is_not(tmp_
     for amount, (zone, name) in enumerate(zones.items(), 1):
         write_zone(tmp_path, zone, name, 100_000_000 + amount * 1_000_000, 1 << 40)
     assert counter.read() == 1 + 3 + 4
+
+
+def test_a_machine_without_a_gpu_is_not_told_to_install_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(energy, "read_gpus", list)
+    assert start_meter(tmp_path).read().missing["gpu"] == (
+        "not readable: this machine has no NVIDIA GPU"
+    )
 
 
 def test_a_counter_that_goes_round_goes_on(tmp_path: Path) -> None:

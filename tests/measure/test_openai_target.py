@@ -118,6 +118,21 @@ def test_a_plain_completion_is_asked_by_openais_names_alone() -> None:
     )
 
 
+class OpenPeer(Peer):
+    """Keeps the body open after its last chunk."""
+
+    async def _content(self) -> AsyncIterator[bytes]:
+        for chunk in self.chunks:
+            yield chunk
+        await asyncio.Event().wait()
+
+
+def test_a_stream_ends_with_its_last_word_though_the_body_stays_open() -> None:
+    peer = OpenPeer(choice("a", "length", token_ids=[1]), event(choices=[], usage=USAGE), DONE)
+    assert counts(parts := read(peer.target())) == [1]
+    assert isinstance(parts[-1], End)
+
+
 def test_vllms_extras_are_sent_only_where_they_are_asked_for() -> None:
     sampling = {"ignore_eos": True, "max_tokens": 4, "top_k": 5}
     peer = Peer(choice("a", "length"), DONE)

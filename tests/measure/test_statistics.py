@@ -66,6 +66,16 @@ def test_an_interval_over_repeats_is_students() -> None:
     assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
 
 
+def test_an_interval_of_what_is_never_below_zero_ends_there() -> None:
+    found = mean_interval([0.0, 1.0])
+    assert found is not None
+    assert (found.value, found.low) == (0.5, 0.0)
+    assert found.high == pytest.approx(0.5 + 12.7062 / 2)
+    signed = mean_interval([-1.0, 1.0])
+    assert signed is not None
+    assert signed.low == pytest.approx(-12.7062)
+
+
 def test_one_repeat_has_no_interval() -> None:
     found = mean_interval([10.0])
     assert found is not None

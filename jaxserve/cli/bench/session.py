@@ -90,7 +90,7 @@ async def _run_remote[T](
     served = Served(
         address=address,
         bundle_digest=options.bundle_digest or digest,
-        hardware={"stated": options.hardware} if options.hardware else {},
+        hardware=_remote_hardware(options),
         jax_version=options.jax_version or "",
         is_local=_is_loopback(options.target),
         ignores_end=_is_grpc(options) or options.extras == "vllm",
@@ -112,6 +112,13 @@ def _is_loopback(target: str) -> bool:
     """Returns whether the address says that the server is on this machine."""
     host = urllib.parse.urlsplit(target).hostname or ""
     return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def _remote_hardware(options: argparse.Namespace) -> dict[str, object]:
+    """Returns what is said of the server's machine, or, where it is this one, what is seen."""
+    if options.hardware:
+        return {"stated": options.hardware}
+    return _host() if _is_loopback(options.target) else {}
 
 
 def _read_model(options: argparse.Namespace) -> tuple[Tokenizer | None, int, str]:
@@ -139,6 +146,10 @@ def _read_key(name: str | None) -> str | None:
 def _machine() -> dict[str, object]:
     """Returns what of this machine decides how fast it is; the kind of device comes with the
     metrics."""
+    return {**_host(), "devices": len(read_devices())}
+
+
+def _host() -> dict[str, object]:
+    """Returns the same without JAX, which would take a GPU from the server that is measured."""
     machine = read_machine()
-    facts = {name: machine[name] for name in ("cpu", "cores", "memory_bytes")}
-    return {**facts, "devices": len(read_devices())}
+    return {name: machine[name] for name in ("cpu", "cores", "memory_bytes", "nvidia_gpus")}

@@ -1,7 +1,9 @@
 """Any OpenAI-compatible endpoint as a target: completions or chat, streamed over HTTP."""
 
+import asyncio
+import contextlib
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Final, Literal
 
 import httpx
@@ -23,6 +25,7 @@ VLLM: Final = frozenset({"top_k", "min_p", "repetition_penalty", "min_tokens", "
 LATE_STATUS: Final = frozenset({408, 504})
 REFUSED_STATUS: Final = frozenset({*range(400, 500), 503}) - LATE_STATUS
 CONNECT_TIMEOUT_S: Final = 30.0
+LAST_BYTES_S: Final = 0.1  # for the end of the body, once the stream has said its own
 ERROR_CHARS: Final = 300
 MAX_TOKENS: Final = (1 << 31) - 1  # of one request; more is no count
 
@@ -109,11 +112,13 @@ class OpenAITarget:
             ) as response:
                 await _check_status(response)
                 events = EventReader()
-                async for content in response.aiter_bytes():
+                contents = response.aiter_bytes()
+                while not reading.is_done and (content := await anext(contents, b"")):
                     for text in events.feed(content):
                         if (message := reading.take(text)) is not None:
                             yield message
                 end = reading.end()
+                await _finish_body(contents)
         except httpx.ConnectError as error:
             raise TargetError(f"no connection: {_say(error)}", outcome="refused") from error
         except httpx.TimeoutException as error:
@@ -169,10 +174,24 @@ class OpenAITarget:
         return body
 
 
+async def _finish_body(contents: AsyncIterator[bytes]) -> None:
+    """Reads what follows the last event, so that the connection can be used again; a server that
+    keeps the body open is not waited for."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LAST_BYTES_S):
+            async for _ in contents:
+                pass
+
+
 class _Reading:
-    """What the events of one stream have said so far."""
+    """What the events of one stream have said so far.
+
+    Attributes:
+      is_done: the stream has said that nothing follows.
+    """
 
     def __init__(self, *, is_chat: bool) -> None:
+        self.is_done = False
         self._is_chat = is_chat
         self._finish_reason = ""
         self._usage: Mapping[str, Any] = {}
@@ -181,6 +200,7 @@ class _Reading:
     def take(self, text: str) -> Message | None:
         """Returns the event's part of the output, if it has one."""
         if text.strip() == "[DONE]":
+            self.is_done = True
             return None
         event = json.loads(text)
         if error := event.get("error"):

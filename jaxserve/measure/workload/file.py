@@ -85,13 +85,13 @@ def open_workload(path: Path | str, *, needs_end: bool = True) -> Iterator[Opene
     try:
         with path.open("rb") as file:
             end = _read_end(file)
+            lines = Lines(file, path)
+            header = _read_first(lines, path)
             if needs_end and end is None:
                 raise WorkloadError(
                     f"{path}: its last line is not its end, so it was cut or written by hand; "
                     "`jaxserve workload import --format jaxserve` takes what is there"
                 )
-            lines = Lines(file, path)
-            header = _read_first(lines, path)
             counts: collections.Counter[str] = collections.Counter()
             if needs_end and end is not None:
                 entries = _read_checked(lines, header, path, end)

@@ -316,7 +316,7 @@ def test_a_cut_or_changed_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"".join(lines).replace(b'"priority":-1', b'"priority":-2'))
     assert "has the content hash" in problem_of(path)
     path.write_bytes(b"")
-    assert "its last line is not its end" in problem_of(path)
+    assert "is empty, but a workload begins with its header" in problem_of(path)
     assert "cannot be read: No such file" in problem_of(tmp_path / "nowhere")
 
 
@@ -396,3 +396,12 @@ def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.close(writer)
     assert "cannot be read: " in message
     assert "None" not in message
+
+
+def test_another_kind_of_file_is_not_taken_for_a_workload_that_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text('{"schema_version": 1, "goodput": {}}\n')
+    with pytest.raises(WorkloadError) as caught:
+        load_workload(path)
+    assert "line 1" in str(caught.value)
+    assert "cut" not in str(caught.value)
