@@ -19,6 +19,7 @@ from jaxserve.server.door import Door
 from jaxserve.server.edge import Edge
 from jaxserve.server.generation import GenerationServicer
 from jaxserve.server.guard import GuardInterceptor
+from jaxserve.server.http import HttpServer
 from jaxserve.server.listeners import bind_tcp, build_options, check_exposure, format_address
 from jaxserve.server.models import ModelServicer
 from jaxserve.server.reflection import add_reflection
@@ -71,6 +72,7 @@ class Server:
         )
         self._server = self._build()
         self._admin = AdminServer(self.door) if config.admin.address else None
+        self._http = HttpServer(self.door) if config.server.http_port is not None else None
 
     @property
     def address(self) -> str:
@@ -80,6 +82,11 @@ class Server:
     def admin(self) -> AdminServer | None:
         """Where it is administered; None where the configuration says nowhere."""
         return self._admin
+
+    @property
+    def http(self) -> HttpServer | None:
+        """Where it speaks HTTP; None where the configuration says nowhere."""
+        return self._http
 
     async def start(self) -> None:
         """Listens; every call but health and reflection is UNAVAILABLE until `attach`.
@@ -94,6 +101,8 @@ class Server:
             self.port = bind_tcp(self._server, self._config, self.door.credentials)
             if self._admin is not None:
                 await self._admin.start()
+            if self._http is not None:
+                await self._http.start()
         except ConfigError:
             self.door.close()
             raise
@@ -128,6 +137,8 @@ class Server:
         await self._server.stop(min(grace_s, LAST_WORDS_S))
         if self._admin is not None:
             await self._admin.stop(min(grace_s, LAST_WORDS_S))
+        if self._http is not None:
+            await self._http.stop()
         for task in self._tasks:
             task.cancel()
         self.door.close()

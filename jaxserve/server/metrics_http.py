@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
@@ -51,12 +51,8 @@ class MetricsEndpoint:
           ConfigError: the address cannot be bound.
         """
         assert section.port is not None, "no port was asked for"
-        registry = CollectorRegistry()
-        registry.register(MetricsView(metrics, section.prefix))
-        ProcessCollector(registry=registry)
-        app = Paced(make_wsgi_app(registry))
         self._server = _bind(section)
-        self._server.set_app(_only_known_paths(_keep_colons(app)))
+        self._server.set_app(_only_known_paths(build_metrics_app(metrics, section.prefix)))
         self.port: int = self._server.server_port
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(POLL_S,), name="jaxserve-metrics", daemon=True
@@ -93,6 +89,14 @@ def serving_metrics(metrics: Metrics, section: MetricsSection) -> Iterator[None]
         return
     with MetricsEndpoint(metrics, section):
         yield
+
+
+def build_metrics_app(metrics: Metrics, prefix: Literal["jaxserve", "vllm"]) -> _App:
+    """Returns a WSGI application that writes the metrics, whatever the path."""
+    registry = CollectorRegistry()
+    registry.register(MetricsView(metrics, prefix))
+    ProcessCollector(registry=registry)
+    return _keep_colons(Paced(make_wsgi_app(registry)))
 
 
 class Paced:

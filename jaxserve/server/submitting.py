@@ -3,12 +3,17 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
-from jaxserve.engine import Stream
+
+class Cancellable(Protocol):
+    """A stream, or several."""
+
+    def cancel(self) -> None: ...
 
 
 async def submit_in_thread[T](
-    threads: ThreadPoolExecutor, submit: Callable[[], T], *, stream_of: Callable[[T], Stream]
+    threads: ThreadPoolExecutor, submit: Callable[[], T], *, stream_of: Callable[[T], Cancellable]
 ) -> T:
     """Returns what `submit` returns. A stream that comes too late, the call being gone, is ended.
 

@@ -17,7 +17,7 @@ def write_ours(path: Path) -> None:
     from jaxserve.engine import Completion
     from jaxserve.errors import RequestError
     from jaxserve.llm import LLM
-    from jaxserve.server.openai import ENDPOINTS, build_error, build_reply, read_request
+    from jaxserve.server.openai import ENDPOINTS, build_error, build_reply, open_chat, read_asked
     from jaxserve.server.openai.fields import HARMLESS, REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS
     from tests.checkpoint.writers import T1, make_weights, write_hf
     from tests.text.vocabularies import CHAT_TEMPLATE
@@ -42,7 +42,7 @@ def write_ours(path: Path) -> None:
         with LLM(str(model), config) as llm:
             for url, body in bodies:
                 try:
-                    asked = read_request(url, body, model=llm.model)
+                    asked = read_asked(url, body, engine=llm.engine)
                     results = list(llm.generate_each(asked.requests))
                     if errors := [error for error in results if isinstance(error, RequestError)]:
                         raise errors[0]
@@ -50,7 +50,14 @@ def write_ours(path: Path) -> None:
                     written.append({"kind": "error", "body": build_error(error)})
                     continue
                 done = [result for result in results if isinstance(result, Completion)]
-                reply = build_reply(asked, done, model_name=llm.model.name, created_s=1.7e9)
+                reply = build_reply(
+                    asked,
+                    done,
+                    model_name=llm.model.name,
+                    created_s=1.7e9,
+                    tokenizer=llm.tokenizer,
+                    chat=open_chat(asked, llm.engine, done[0].prompt_ids),
+                )
                 written.append({"kind": url, "body": reply})
     known = {
         chat: [*ENDPOINTS[chat].model_fields, *REFUSED_IN_CHAT, *HARMLESS],

@@ -204,7 +204,7 @@ def _answer_with(llm: LLM, options: argparse.Namespace, batch: _Batch) -> None:
     )
     raws = RawLines(batch.file, max_bytes=limits.max_message_bytes)
     reader = LineReader(
-        model=llm.model,
+        engine=llm.engine,
         model_name=options.model,
         run_seed=options.seed,
         max_bytes=limits.max_message_bytes,

@@ -84,9 +84,7 @@ def run_lines(
             if len(found) < waiting[0].num_requests:
                 continue
             line = waiting.popleft()
-            content, has_failed = build_line(
-                line, found, model_name=llm.model.name, created_s=clock()
-            )
+            content, has_failed = build_line(line, found, engine=llm.engine, created_s=clock())
             sink.append(content)
             counts.num_lines += 1
             counts.num_failed += has_failed

@@ -6,11 +6,11 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import BinaryIO, Final
 
-from jaxserve.engine import ServedModel
+from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequestError, RequestError, UnsupportedError
 from jaxserve.request import GenerationRequest
 from jaxserve.server.json_text import parse_json
-from jaxserve.server.openai import ENDPOINTS, Asked, read_request
+from jaxserve.server.openai import ENDPOINTS, Asked, read_asked
 from jaxserve.server.openai.fields import did_you_mean, shorten
 
 SKIP_BYTES: Final = 1 << 20  # a line that is too long is passed over in such pieces
@@ -98,7 +98,7 @@ class LineReader:
     def __init__(
         self,
         *,
-        model: ServedModel,
+        engine: Engine,
         model_name: str,
         run_seed: int,
         max_bytes: int,
@@ -109,7 +109,7 @@ class LineReader:
         run_seed: requests without a seed get one that follows from this and their id.
         max_bytes: of a line, for the message.
         """
-        self._model = model
+        self._engine = engine
         self._model_name = model_name
         self._run_seed = run_seed
         self._max_bytes = max_bytes
@@ -128,7 +128,8 @@ class LineReader:
         except RequestError as found:
             return dataclasses.replace(line, error=found)
         try:
-            asked = read_request(url, body, model=self._model, names=(self._model_name,))
+            asked = read_asked(url, body, engine=self._engine, names=(self._model_name,))
+            _refuse_live(asked)
         except RequestError as found:
             return dataclasses.replace(line, error=found, has_body=True)
         requests = tuple(
@@ -198,6 +199,13 @@ class LineReader:
             sampling = dataclasses.replace(sampling, seed=seed)
         request_id = f"{line.request_id}-{index}" if index else line.request_id
         return dataclasses.replace(request, sampling=sampling, id=request_id)
+
+
+def _refuse_live(asked: Asked) -> None:
+    """Raises for what has a meaning only while somebody waits."""
+    for name, is_set in (("stream", asked.stream is not None), ("timeout", bool(asked.timeout_s))):
+        if is_set:
+            raise UnsupportedError(f"{name} is not supported in a batch; leave it out", field=name)
 
 
 def _find_id(document: Mapping[str, object], number: int) -> str:

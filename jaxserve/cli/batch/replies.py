@@ -5,13 +5,13 @@ import secrets
 from collections.abc import Sequence
 
 from jaxserve.cli.batch.lines import Line
-from jaxserve.engine import Completion
+from jaxserve.engine import Completion, Engine
 from jaxserve.errors import RequestError
-from jaxserve.server.openai import build_error, build_reply, http_status
+from jaxserve.server.openai import build_error, build_reply, http_status, open_chat
 
 
 def build_line(
-    line: Line, results: Sequence[Completion | RequestError], *, model_name: str, created_s: float
+    line: Line, results: Sequence[Completion | RequestError], *, engine: Engine, created_s: float
 ) -> tuple[bytes, bool]:
     """Returns the output's line, its newline with it, and whether the line failed.
 
@@ -29,7 +29,14 @@ def build_line(
     else:
         assert line.asked is not None
         completions = [result for result in results if isinstance(result, Completion)]
-        reply = build_reply(line.asked, completions, model_name=model_name, created_s=created_s)
+        reply = build_reply(
+            line.asked,
+            completions,
+            model_name=engine.model.name,
+            created_s=created_s,
+            tokenizer=engine.tokenizer,
+            chat=open_chat(line.asked, engine, completions[0].prompt_ids),
+        )
         response = {"status_code": 200, "body": reply}
     if response is not None:
         response = {

@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from typing import Final
 
+from jaxserve.errors import HttpError
 from jaxserve.server.status import find_reason, find_row, public_field, public_message
 
 _TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
@@ -17,15 +20,18 @@ _PARAMS: Final[Mapping[str, str]] = {
     "chat": "messages",
     "include_stop_text": "include_stop_str_in_output",
     "stop_strings": "stop",
+    "structured_output": "response_format",
     "template_kwargs": "chat_template_kwargs",
     "text": "prompt",
     "token_ids": "prompt",
+    "tool_calls_json": "messages",
+    "tools_json": "tools",
 }
 
 
 def http_status(error: Exception) -> int:
-    """Returns the HTTP status, from the one table."""
-    return find_row(error).http
+    """Returns the HTTP status: from the one table, unless HTTP itself is what was wrong."""
+    return error.status if isinstance(error, HttpError) else find_row(error).http
 
 
 def build_error(error: Exception) -> dict[str, dict[str, str | None]]:

@@ -11,7 +11,6 @@ from jaxserve.errors import InvalidRequestError, UnsupportedError
 HARMLESS: Final = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",  # tools are refused, so there is nothing to be parallel
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
@@ -24,32 +23,19 @@ HARMLESS: Final = frozenset(
 # Not supported yet, by name, with the values that ask for nothing and so are accepted. OpenAI's
 # own first, then what vLLM adds.
 _REFUSED_ANYWHERE: Final[dict[str, tuple[object, ...]]] = {
-    "n": (1,),
-    "stream": (False,),
-    "stream_options": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "cache_salt": (),
-    "echo": (False,),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
     "length_penalty": (1,),
     "logits_processors": (),
-    "prompt_logprobs": (),
     "request_id": (),
-    "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 REFUSED_IN_COMPLETIONS: Final[Mapping[str, tuple[object, ...]]] = _REFUSED_ANYWHERE | {
     "add_special_tokens": (True,),
     "best_of": (1,),
-    "logprobs": (),
     "suffix": ("",),
 }
 REFUSED_IN_CHAT: Final[Mapping[str, tuple[object, ...]]] = _REFUSED_ANYWHERE | {
@@ -58,17 +44,13 @@ REFUSED_IN_CHAT: Final[Mapping[str, tuple[object, ...]]] = _REFUSED_ANYWHERE | {
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": (),
+    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "include_reasoning": (),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
     "reasoning_effort": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -76,11 +58,7 @@ REFUSED_IN_MESSAGES: Final[Mapping[str, tuple[object, ...]]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "reasoning": (),
-    "reasoning_content": (),
     "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 
 

@@ -74,18 +74,28 @@ def test_every_field_reaches_the_request() -> None:
         seed=2**64 - 1, stop=["x", "y"], logit_bias={"5": -1, "258": 2.5}, top_k=7, min_p=0.1,
         repetition_penalty=1.1, min_tokens=2, stop_token_ids=[9], ignore_eos=True,
         include_stop_str_in_output=True, skip_special_tokens=False, priority=3,
-        return_token_ids=True,
+        return_token_ids=True, n=3, logprobs=4, prompt_logprobs=5, bad_words=["x"],
+        allowed_token_ids=[1, 2], queue_timeout=1.5, timeout=2.5,
+        return_tokens_as_token_ids=True,
     )  # fmt: skip
     assert sampling(asked) == SamplingParams(
         max_tokens=3, temperature=0.5, top_p=0.6, presence_penalty=0.1, frequency_penalty=0.2,
         seed=2**64 - 1, stop_strings=("x", "y"), logit_bias={5: -1.0, 258: 2.5}, top_k=7,
         min_p=0.1, repetition_penalty=1.1, min_tokens=2, stop_token_ids=(9,), ignore_eos=True,
-        include_stop_text=True, skip_special_tokens=False,
+        include_stop_text=True, skip_special_tokens=False, num_choices=3, logprobs=4,
+        prompt_logprobs=5, bad_words=("x",), allowed_token_ids=(1, 2),
     )  # fmt: skip
-    assert asked.requests[0].priority == 3
+    (request,) = asked.requests
+    assert (request.priority, request.queue_timeout_s, asked.timeout_s) == (3, 1.5, 2.5)
+    assert (asked.num_choices, asked.logprobs, asked.prompt_logprobs) == (3, 4, 5)
     assert asked.return_token_ids
-    mine = {field.name for field in dataclasses.fields(SamplingParams)}
-    same = {"stop_strings": "stop", "include_stop_text": "include_stop_str_in_output"}
+    assert asked.tokens_as_ids
+    mine = {field.name for field in dataclasses.fields(SamplingParams)} - {"kept_special_ids"}
+    same = {
+        "stop_strings": "stop",
+        "include_stop_text": "include_stop_str_in_output",
+        "num_choices": "n",
+    }
     body = ENDPOINTS[COMPLETIONS].model_fields
     assert {same.get(name, name) for name in mine} <= body.keys(), "a parameter has no field"
 
@@ -183,8 +193,11 @@ def test_what_is_not_supported_is_refused_unless_it_asks_for_nothing(url: str, n
 
 
 def test_true_is_no_one_and_one_is_no_true() -> None:
-    for wrong in ({"n": True}, {"echo": 0}):
+    for wrong in ({"best_of": True}, {"use_beam_search": 0}):
         with pytest.raises(UnsupportedError):
+            complete(**wrong)
+    for wrong in ({"n": True}, {"echo": 0}):
+        with pytest.raises(InvalidRequestError):
             complete(**wrong)
 
 
@@ -192,8 +205,8 @@ def test_parts_and_roles_of_other_kinds_are_not_supported() -> None:
     image = {"type": "image_url", "image_url": {"url": "x"}}
     with pytest.raises(UnsupportedError, match=r"content\[0\]\.type is 'image_url'"):
         chat(messages=[{"role": "user", "content": [image]}])
-    with pytest.raises(UnsupportedError, match=r"messages\[0\]\.role is 'tool'"):
-        chat(messages=[{"role": "tool", "content": "5", "tool_call_id": "1"}])
+    with pytest.raises(UnsupportedError, match=r"messages\[0\]\.role is 'function'"):
+        chat(messages=[{"role": "function", "content": "5", "name": "f"}])
     for name in REFUSED_IN_MESSAGES:
         with pytest.raises(UnsupportedError, match=rf"messages\[0\]\.{name} is not supported"):
             chat(messages=[HI[0] | {name: "x"}])

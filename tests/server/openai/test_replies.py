@@ -14,8 +14,11 @@ from jaxserve.errors import (
 )
 from jaxserve.request import FinishReason, GenerationRequest
 from jaxserve.server.openai import Asked, build_error, build_reply, http_status, read_request
-from jaxserve.server.openai.replies import FINISH_REASONS
+from jaxserve.server.openai.choice import FINISH_REASONS
 from tests.engines import build_engine
+from tests.fakes import build_byte_tokenizer
+
+BYTES = build_byte_tokenizer()
 
 
 def say(text: str, *, reason: FinishReason = FinishReason.EOS, cached: int = 0) -> Completion:
@@ -24,6 +27,7 @@ def say(text: str, *, reason: FinishReason = FinishReason.EOS, cached: int = 0) 
         choices=(choice,),
         usage=Usage(prompt_tokens=3, completion_tokens=len(text), cached_prompt_tokens=cached),
         timings=Timings(),
+        prompt_ids=(7, 8, 9),
     )
 
 
@@ -34,7 +38,9 @@ def ask(*, is_chat: bool, num: int = 1, ids: bool = False) -> Asked:
 
 def test_a_chat_reply_key_for_key() -> None:
     asked = ask(is_chat=True)
-    reply = build_reply(asked, [say("Hi", cached=2)], model_name="tiny", created_s=17.9)
+    reply = build_reply(
+        asked, [say("Hi", cached=2)], model_name="tiny", created_s=17.9, tokenizer=BYTES
+    )
     assert str(reply.pop("id")).startswith("chatcmpl-")
     assert reply == {
         "object": "chat.completion",
@@ -60,14 +66,14 @@ def test_a_chat_reply_key_for_key() -> None:
 def test_several_prompts_are_choices_and_their_usage_is_summed() -> None:
     asked = ask(is_chat=False, num=2, ids=True)
     texts = [say("ab"), say("cde", reason=FinishReason.MAX_TOKENS)]
-    reply = build_reply(asked, texts, model_name="tiny", created_s=0)
+    reply = build_reply(asked, texts, model_name="tiny", created_s=0, tokenizer=BYTES)
     assert str(reply["id"]).startswith("cmpl-")
     assert reply["object"] == "text_completion"
     assert reply["choices"] == [
         {"index": 0, "text": "ab", "logprobs": None, "finish_reason": "stop",
-         "token_ids": [97, 98]},
+         "prompt_token_ids": [7, 8, 9], "token_ids": [97, 98]},
         {"index": 1, "text": "cde", "logprobs": None, "finish_reason": "length",
-         "token_ids": [99, 100, 101]},
+         "prompt_token_ids": [7, 8, 9], "token_ids": [99, 100, 101]},
     ]  # fmt: skip
     assert reply["usage"] == {
         "prompt_tokens": 6,
@@ -79,7 +85,7 @@ def test_several_prompts_are_choices_and_their_usage_is_summed() -> None:
 
 def test_every_reason_has_a_word_that_clients_know() -> None:
     assert set(FINISH_REASONS) == set(FinishReason)
-    assert set(FINISH_REASONS.values()) == {"stop", "length"}
+    assert set(FINISH_REASONS.values()) == {"stop", "length", "tool_calls"}
 
 
 @pytest.mark.parametrize(

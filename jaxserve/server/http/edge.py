@@ -1,0 +1,127 @@
+"""Where an HTTP call enters and leaves: whose it is, its request id, the bound on open calls,
+errors as bodies."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from typing import Final
+
+import structlog
+
+from jaxserve.errors import HttpError, JaxserveError
+from jaxserve.server.door import Door
+from jaxserve.server.edge import check_request_id
+from jaxserve.server.http.call import CLIENT_GONE, Call, Receive, Scope, Send
+from jaxserve.server.http.reply import build_refusal
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Call], Awaitable[None]]
+UNKNOWN: Final = "other"  # the metrics' word for a path that is none of ours
+
+
+class Endpoint:
+    """An ASGI application for one path: lets calls in, counts them, and is the last to see their
+    errors."""
+
+    def __init__(
+        self,
+        door: Door,
+        handler: Handler,
+        *,
+        route: str,
+        methods: Collection[str] = (),
+        is_free: bool = False,
+        is_request: bool = False,
+    ) -> None:
+        """Args:
+        route: the metrics' word for it.
+        methods: that there are; empty for any.
+        is_free: needs no key, and has room in a full house.
+        is_request: what is refused here is one of the engine's requests.
+        """
+        self._door = door
+        self._handler = handler
+        self._route = route
+        self._methods = frozenset(methods)
+        self._is_free = is_free
+        self._is_request = is_request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a call."""
+        call = Call(scope, receive, send, self._door.config)
+        with (
+            structlog.contextvars.bound_contextvars(request_id=call.request_id),
+            self._door.open_calls.counting(),
+        ):
+            try:
+                self._let_in(call)
+                await self._handler(call)
+            except JaxserveError as error:
+                await _refuse(call, error)
+            except Exception as error:  # the HTTP edge
+                logger.exception("a call failed request_id=%r", call.request_id)
+                await _refuse(call, error)
+            finally:
+                status = str(call.status if call.is_complete else CLIENT_GONE)
+                self._door.metrics.http_requests.labels(route=self._route, status=status).inc()
+
+    def _let_in(self, call: Call) -> None:
+        with counting_refusals(self._door) if self._is_request else contextlib.nullcontext():
+            try:
+                check_request_id(call.asked_id)
+            except JaxserveError:
+                call.make_id()
+                raise
+            if not self._is_free:
+                self._door.open_calls.check()
+                call.tenant = self._door.authenticator.authenticate(call.authorization).name
+        if self._methods and call.method not in self._methods:
+            raise HttpError(
+                f"{self._route} has no method {call.method[:16]}; use "
+                f"{' or '.join(sorted(self._methods))}",
+                status=405,
+                reason="METHOD_NOT_ALLOWED",
+                headers={"allow": ", ".join(sorted(self._methods))},
+            )
+
+
+@contextlib.contextmanager
+def counting_refusals(door: Door) -> Iterator[None]:
+    """Counts an error that leaves the block as a request that is not accepted."""
+    try:
+        yield
+    except JaxserveError as error:
+        door.metrics.count_refusal(error)
+        raise
+
+
+async def do_until_gone(call: Call, work: Awaitable[None]) -> None:
+    """Does the work, and gives it up where the client goes away meanwhile.
+
+    Raises:
+      HttpError: the client has gone.
+    """
+    doing = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(call.wait_gone())
+    try:
+        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done() and not call.is_complete:
+            raise HttpError("the client has gone", status=CLIENT_GONE, reason="CLIENT_GONE")
+        await doing
+    finally:
+        doing.cancel()
+        gone.cancel()
+        await asyncio.gather(doing, gone, return_exceptions=True)
+
+
+async def _refuse(call: Call, error: Exception) -> None:
+    """Sends what was wrong, where there is somebody to hear it and a reply to put it in."""
+    if isinstance(error, HttpError) and error.status == CLIENT_GONE:
+        return
+    if call.status is not None:  # the reply has begun: it can only be broken off
+        call.abort()
+        return
+    with contextlib.suppress(HttpError):  # gone in the meantime
+        await call.reply(build_refusal(error))
