@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from typing import Final
 
 import numpy as np
@@ -45,6 +45,7 @@ class Constraints:
         self._num_words = -(-padded_vocab_size // WORD_BITS)
         self._max_bytes = max_bytes
         self._eos_ids: Final = frozenset(id for id in eos_ids if 0 <= id < vocab_size)
+        self._everything: Final = self._mask(range(vocab_size))
         self._compiler: GrammarCompiler | None = None
         self._building = threading.Lock()
 
@@ -92,12 +93,12 @@ class Constraints:
             return self._compiler
 
     def _read_allowed(
-        self, sampling: SamplingParams, *, eos_ids: Collection[int], end_ids: Collection[int]
+        self, sampling: SamplingParams, *, eos_ids: Set[int], end_ids: Set[int]
     ) -> TokenMask:
         """Returns a mask of what may ever come."""
         ids = sampling.allowed_token_ids
         if ids is None:
-            return self._mask(range(self._vocab_size))
+            return self._everything
         if sampling.min_tokens and end_ids >= set(ids):
             raise InvalidRequestError(
                 f"allowed_token_ids holds only tokens that end the output, but min_tokens is "

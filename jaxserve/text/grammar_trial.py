@@ -65,10 +65,10 @@ class Trial:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.close()
-        # found as this process finds it, and out of reach of a terminal's Ctrl-C
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)
-        }
+        # Modules are found where this process finds them. Under a limit of memory each thread's own
+        # arena fails to come, slowly: one arena for all. Ctrl-C of a terminal does not reach it.
+        paths = os.pathsep.join(path for path in sys.path if path)
+        environment = os.environ | {"PYTHONPATH": paths, "MALLOC_ARENA_MAX": "1"}
         process = subprocess.Popen(
             _COMMAND,
             stdin=subprocess.PIPE,

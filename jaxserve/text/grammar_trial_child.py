@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 from collections.abc import Mapping
-from typing import BinaryIO, Final
+from typing import IO, Final
 
 import llguidance
 
@@ -25,7 +25,7 @@ MORE_BYTES: Final = 128 << 20  # memory that grammars may take
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
+def read_frame(stream: IO[bytes]) -> bytes | None:
     """Returns the next frame; None at the end."""
     head = stream.read(4)
     if len(head) < 4:
@@ -34,7 +34,7 @@ def read_frame(stream: BinaryIO) -> bytes | None:
     return stream.read(length)
 
 
-def write_frame(stream: BinaryIO, frame: bytes) -> None:
+def write_frame(stream: IO[bytes], frame: bytes) -> None:
     stream.write(struct.pack("<I", len(frame)) + frame)
     stream.flush()
 
@@ -46,7 +46,7 @@ def pack_vocabulary(vocabulary: Vocabulary) -> list[bytes]:
     return [facts, lengths.tobytes(), b"".join(vocabulary.tokens)]
 
 
-def _read_vocabulary(stream: BinaryIO) -> Vocabulary | None:
+def _read_vocabulary(stream: IO[bytes]) -> Vocabulary | None:
     frames = [read_frame(stream) for _ in range(3)]
     if None in frames:
         return None

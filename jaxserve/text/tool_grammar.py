@@ -12,6 +12,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 FIELD: Final = "chat.tools_json"
 MAX_CALLS: Final = 16  # of an output that must call, in formats that write several
+_END_VALUE: Final = '"\\n</parameter>\\n"'
 # A function without parameters takes an empty object.
 _NO_PARAMETERS: Final[Mapping[str, object]] = {"type": "object", "additionalProperties": False}
 _PLAIN_VALUES: Final = frozenset({"const", "enum", "default", "examples"})
@@ -137,7 +138,7 @@ def _qwen_coder(functions: Sequence[_Function], marker: _Marker, most: int) -> l
         _several("calls", "call", separator='"\\n"', most=most),
         f'call: {marker("<tool_call>")} "\\n" ({" | ".join(_rule_names(functions))}) '
         f'"</function>\\n" {marker("</tool_call>")}',
-        'text_value[suffix="\\n</parameter>\\n"]: /(?s:.*)/',
+        f"text_value[suffix={_END_VALUE}]: /(?s:.*)/",
         'any_parameter: "<parameter=" /[\\w.\\-]+/ ">\\n" text_value',
     ]
     for rule, function in zip(_rule_names(functions), functions, strict=True):
@@ -210,13 +211,14 @@ def _tagged_parameters(rule: str, function: _Function) -> list[str]:
 
 def _tagged(schema: object, function: _Function) -> str:
     """Returns the form of a parameter's value: a string stands there as it is, others as JSON."""
-    is_object = isinstance(schema, Mapping)
-    values = schema.get("enum") if is_object else None
+    if not isinstance(schema, Mapping):
+        return "text_value"
+    values = schema.get("enum")
     if isinstance(values, list | tuple) and values and all(isinstance(v, str) for v in values):
-        return f'({" | ".join(map(_quote, values))}) "\\n</parameter>\\n"'
-    if is_object and schema.get("type") not in (None, "string"):
-        return f'{_inline(_with_definitions(schema, function), function)} "\\n</parameter>\\n"'
-    return "text_value"
+        return f"({' | '.join(map(_quote, values))}) {_END_VALUE}"
+    if schema.get("type") in (None, "string"):
+        return "text_value"
+    return f"{_inline(_with_definitions(schema, function), function)} {_END_VALUE}"
 
 
 def _with_definitions(schema: Mapping[str, object], function: _Function) -> Mapping[str, object]:
