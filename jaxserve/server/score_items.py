@@ -1,6 +1,7 @@
 """The items of a Score call as prompts: what is computed, and which part of it is scored."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -48,12 +49,10 @@ def _read_item(item: generation_pb2.ScoreItem, field: str, engine: Engine) -> Sc
             "continuation is missing; set continuation_text or continuation_token_ids",
             f"{field}.continuation",
         )
-    before = _read_context(item, field, engine)
     if context == "context_text" and continuation == "continuation_text":
-        text = item.context_text + item.continuation_text
-        _check_text(text, f"{field}.continuation_text", engine)
-        after = engine.tokenizer.encode_beginning(text)[len(before) :]
-    elif continuation == "continuation_text":
+        return _read_texts(item, field, engine)
+    before = _read_context(item, field, engine)
+    if continuation == "continuation_text":
         _check_text(item.continuation_text, f"{field}.continuation_text", engine)
         after = (
             engine.tokenizer.encode(item.continuation_text, add_special_tokens=False)
@@ -66,6 +65,28 @@ def _read_item(item: generation_pb2.ScoreItem, field: str, engine: Engine) -> Sc
     if not after:
         _refuse_empty(f"{field}.{continuation}", "a token after the context")
     return ScoredPrompt(prompt=(*before, *after), num_scored=len(after))
+
+
+def _read_texts(item: generation_pb2.ScoreItem, field: str, engine: Engine) -> ScoredPrompt:
+    """Tokenizes the two together: scored is all from where that differs from the context alone.
+
+    Only where a token spans the end of the context is that more than the continuation's own.
+    """
+    text = item.context_text + item.continuation_text
+    _check_text(text, f"{field}.continuation_text", engine)
+    before = _read_context(item, field, engine)
+    whole = engine.tokenizer.encode_beginning(text)
+    pairs = zip(before, whole, strict=False)
+    num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if num_same == len(whole):
+        _refuse_empty(f"{field}.continuation_text", "a token after the context")
+    if num_same == 0:
+        refuse(
+            "the texts' first token holds the end of context_text, and a first token has no "
+            "probability; send token ids",
+            f"{field}.context_text",
+        )
+    return ScoredPrompt(prompt=tuple(whole), num_scored=len(whole) - num_same)
 
 
 def _read_context(item: generation_pb2.ScoreItem, field: str, engine: Engine) -> list[int]:
