@@ -20,6 +20,8 @@ _FLAGS: Final[Mapping[str, str]] = {
     "model.dtype": "dtype",
     "server.host": "host",
     "server.port": "port",
+    "server.http_host": "http_host",
+    "server.http_port": "http_port",
     "metrics.port": "metrics_port",
     "metrics.host": "metrics_host",
     "metrics.prefix": "metrics_prefix",

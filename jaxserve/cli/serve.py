@@ -1,4 +1,4 @@
-"""`jaxserve serve`: the gRPC server of one model, until a signal."""
+"""`jaxserve serve`: the server of one model, over gRPC and HTTP, until a signal."""
 
 import argparse
 import os
@@ -15,10 +15,11 @@ EPILOG = """\
 examples:
   jaxserve serve
   jaxserve serve path/to/model --dtype bfloat16 --host 0.0.0.0 --port 50051
+  jaxserve serve --http-port 8000 & curl -s localhost:8000/v1/models
   jaxserve serve --config configs/baseline.toml
   jaxserve serve --metrics-port 9100 & curl -s localhost:9100/metrics
 
-The port is open at once; health says NOT_SERVING until the model is loaded and
+The ports are open at once; health says NOT_SERVING until the model is loaded and
 every program is compiled. The first SIGTERM or ctrl-C refuses new requests and
 lets running ones end (server.drain_timeout_s), the second ends them. There is
 no authentication: bind an address that only trusted clients reach.
@@ -29,8 +30,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Adds the command to the parser of all."""
     parser = commands.add_parser(
         "serve",
-        help="serve a model over gRPC",
-        description="Serve a model over gRPC (protos/jaxserve/v1), with health and reflection.",
+        help="serve a model over gRPC and HTTP",
+        description="Serve a model over gRPC (protos/jaxserve/v1), with health and reflection, "
+        "and, where a port is given, over HTTP as OpenAI's API (docs/http.md).",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -39,6 +41,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--host", metavar="H", help="address to bind; over server.host")
     parser.add_argument(
         "--port", type=int, metavar="N", help="0 picks a free one; over server.port"
+    )
+    parser.add_argument(
+        "--http-host", metavar="H", help="address to bind for HTTP; over server.http_host"
+    )
+    parser.add_argument(
+        "--http-port",
+        type=int,
+        metavar="N",
+        help="serve HTTP here; 0 picks a free port; over server.http_port (default: no HTTP)",
     )
     add_metrics_options(parser)
     parser.add_argument(

@@ -73,7 +73,7 @@ class App:
         endpoint = Endpoint(
             self._door,
             handler,
-            route=path,
+            route=path.replace(":path", ""),
             methods=methods,
             is_free=is_free,
             is_request=is_request,
