@@ -177,10 +177,8 @@ def _find_tool_form(rendered: str) -> str:
 
 def _reads_call(form: str, rendered: str) -> bool:
     if form == "llama3":  # its calls have no marker: they stand where an output begins
-        start = rendered.find(f'{{"name": "{PROBED_NAME}"')
-        if start < 0 or not rendered[:start].rstrip().endswith(LLAMA3_TURN):
-            return False
-        rendered = rendered[start:]
+        _, _, rendered = rendered.rpartition(LLAMA3_TURN + "\n\n{")
+        rendered = "{" + rendered
     elif TOOL_MARKERS[form][0] not in rendered:
         return False
     output = Parsers(tool=form).open(tools=(PROBED_TOOL,))
