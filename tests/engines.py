@@ -14,10 +14,19 @@ from jaxserve.config import (
     RunnerSection,
     SchedulerSection,
 )
-from jaxserve.engine import Delta, Engine, EngineState, Event, Finished, ServedModel, Started
+from jaxserve.engine import (
+    ChoiceFinished,
+    Delta,
+    Engine,
+    EngineState,
+    Event,
+    Finished,
+    ServedModel,
+    Started,
+)
 from jaxserve.metrics import Metrics
-from jaxserve.plan import StepLimits, StepPlan
-from jaxserve.request import GenerationRequest, SamplingParams
+from jaxserve.plan import StepLimits, StepPlan, TokenLogprobs
+from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
 from tests.fakes import EOS_ID, VOCAB_SIZE, FakeRunner, Script, build_byte_tokenizer
 
 PAGE_SIZE: Final = 4
@@ -149,6 +158,62 @@ def gather(events: Iterable[Event]) -> Output:
         output.token_ids += delta.token_ids
         output.deltas.append(delta)
     return output
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class ChoiceOutput:
+    """One choice of a stream that was read to its end."""
+
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    end: ChoiceFinished | Finished | None = None
+
+    @property
+    def reason(self) -> FinishReason:
+        assert self.end is not None, "it has no end"
+        return self.end.reason
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Outputs:
+    """A stream of several choices, read to its end."""
+
+    started: Started
+    choices: list[ChoiceOutput]
+    finished: Finished
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        return [choice.token_ids for choice in self.choices]
+
+
+def gather_choices(events: Iterable[Event]) -> Outputs:
+    """Reads a stream that ends without an error, and checks its order (K3): each choice ends once
+    and is silent then, and the last end is the request's."""
+    started, *rest = list(events)
+    assert isinstance(started, Started)
+    choices: dict[int, ChoiceOutput] = {}
+    for event in rest:
+        assert not isinstance(event, Started)
+        choice = choices.setdefault(event.index, ChoiceOutput())
+        assert choice.end is None, f"{event} comes after choice {event.index}'s end"
+        if isinstance(event, Delta):
+            choice.text += event.text
+            choice.token_ids += event.token_ids
+            choice.logprobs += event.logprobs
+            if event.logprobs:
+                assert [entry.token_id for entry in event.logprobs] == list(event.token_ids)
+        else:
+            choice.end = event
+    finished = rest[-1]
+    assert isinstance(finished, Finished)
+    assert sorted(choices) == list(range(len(choices)))
+    assert all(choice.end is not None for choice in choices.values())
+    num_tokens = sum(len(choice.token_ids) for choice in choices.values())
+    assert finished.usage.completion_tokens == num_tokens
+    ordered = [choices[index] for index in range(len(choices))]
+    return Outputs(started=started, choices=ordered, finished=finished)
 
 
 def ask(

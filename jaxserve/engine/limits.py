@@ -208,6 +208,7 @@ def check_sampling(
         ignore_eos=check_flag(asked.ignore_eos, "stop.ignore_eos"),
         include_stop_text=check_flag(asked.include_stop_text, "stop.include_stop_text"),
         skip_special_tokens=check_flag(asked.skip_special_tokens, "output.skip_special_tokens"),
+        kept_special_ids=_kept_special_ids(asked.kept_special_ids),
         num_choices=_num_choices(asked, limits),
         logprobs=_num_top(asked.logprobs, "output.logprobs", limits),
         prompt_logprobs=_num_top(asked.prompt_logprobs, "output.prompt_logprobs", limits),
@@ -250,6 +251,13 @@ def _max_tokens(asked: SamplingParams) -> int | None:
             )
         return 0
     return check_integer(value, field, low=1, high=INT32[1])
+
+
+def _kept_special_ids(token_ids: object) -> frozenset[int]:
+    field = "output.kept_special_ids"
+    if not isinstance(token_ids, frozenset) or not all(type(id) is int for id in token_ids):
+        raise refusal(token_ids, field, "a frozenset of token ids, empty for none")
+    return token_ids
 
 
 def _num_choices(asked: SamplingParams, limits: LimitsSection) -> int:

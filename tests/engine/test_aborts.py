@@ -17,7 +17,7 @@ NUM_STEPS = 5 + 8  # chunks of 6, then a token a step: 30 + 10 fill the context
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def run_with(act: Callable[[Engine], None], *, step: int, point: str, overlap: bool) -> Output:
+def run_with(act: Callable[[Engine], object], *, step: int, point: str, overlap: bool) -> Output:
     """Runs the long request and calls `act` on the engine thread at a point of one step."""
     engine: Engine
     results = itertools.count(1)

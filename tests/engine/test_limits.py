@@ -19,6 +19,7 @@ from jaxserve.request import (
     GenerationRequest,
     Request,
     SamplingParams,
+    StructuredOutput,
 )
 from tests.fakes import BOS_ID, CHAT_TEMPLATE, EOS_ID, VOCAB_SIZE, build_byte_tokenizer
 
@@ -33,6 +34,11 @@ BOUNDS = LimitsSection(
     max_logit_bias=2,
     max_request_id_bytes=8,
     max_chat_messages=2,
+    max_choices=3,
+    max_logprobs=5,
+    max_bad_words=2,
+    max_allowed_token_ids=4,
+    max_tools=2,
     queue_timeout_s=30,
 )
 
@@ -78,6 +84,14 @@ BAD_VALUES: dict[str, list[Any]] = {
     "ignore_eos": [1, None, "yes"],
     "include_stop_text": [0],
     "skip_special_tokens": [None],
+    "kept_special_ids": [None, (1,), {1}, frozenset({"a"})],
+    "num_choices": [0, -1, 4, 2**31, 1.0, True, "2", None],
+    "logprobs": [-1, 6, 1.5, True, "1"],
+    "prompt_logprobs": [-1, 6, math.nan, False, "1"],
+    "bad_words": [("",), ("a", ""), ("a",) * 3, ("é" * 5,), "ab", (1,), ("\ud800",), None],
+    "allowed_token_ids": [
+        *((bad,) for bad in BAD_IDS), (), (1, 2, 3, 4, 5), (1, 2, 1), "ab", 5, {1, 2},
+    ],
     "priority": [2**31, -(2**31) - 1, 0.5, True],
     "deadline_s": [math.nan, math.inf, "soon"],
     "queue_timeout_s": [0.0, -1.0, 30.1, math.nan, True],
@@ -92,7 +106,12 @@ BAD_VALUES: dict[str, list[Any]] = {
 def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:  # noqa: ANN401
     with pytest.raises(InvalidRequestError) as refusal:
         admit(**{name: value})
-    wanted = {"id": "request_id", "deadline_s": "deadline", "queue_timeout_s": "queue_timeout"}
+    wanted = {
+        "id": "request_id",
+        "deadline_s": "deadline",
+        "queue_timeout_s": "queue_timeout",
+        "num_choices": "sampling.n",
+    }
     assert refusal.value.field.endswith(wanted.get(name, name))
     assert ", but " in str(refusal.value) or "empty string" in str(refusal.value)
     assert len(str(refusal.value)) < 250
@@ -134,6 +153,8 @@ EXTREMES: list[tuple[str, Any]] = [
     ("stop_strings", ("é" * 4,)), ("stop_token_ids", (0, VOCAB_SIZE - 1)),
     ("logit_bias", {0: -1e20, np.int64(VOCAB_SIZE - 1): 5}), ("priority", -(2**31)),
     ("queue_timeout_s", 30.0), ("id", "12345678"), ("deadline_s", 0),
+    ("num_choices", np.int64(3)), ("logprobs", 0), ("logprobs", 5), ("prompt_logprobs", 5),
+    ("bad_words", ("é" * 4, "a")), ("allowed_token_ids", [0, VOCAB_SIZE - 1, 5, 6]),
 ]  # fmt: skip
 
 
@@ -160,6 +181,33 @@ def test_unset_max_tokens_is_the_rest_of_the_context() -> None:
     request = admit((1,) * 39)
     assert (request.max_tokens, request.ends_by_context) == (1, True)
     assert admit((1,) * 3).max_tokens == 37
+
+
+def test_max_tokens_may_be_0_where_only_the_prompt_is_scored() -> None:
+    request = admit((1,) * 40, max_tokens=0, prompt_logprobs=0)  # all of the context
+    assert (request.max_tokens, request.ends_by_context) == (0, False)
+    with pytest.raises(InvalidRequestError, match="limit is 40; shorten it to 40"):
+        admit("a" * 41, max_tokens=0, prompt_logprobs=0)
+    with pytest.raises(InvalidRequestError, match="at least 1 unless prompt_logprobs is set"):
+        admit(max_tokens=0)
+    with pytest.raises(InvalidRequestError, match="n is 2, but with max_tokens 0") as refusal:
+        admit(max_tokens=0, prompt_logprobs=1, num_choices=2)
+    assert refusal.value.field == "sampling.n"
+
+
+def test_a_request_is_masked_where_something_may_not_be_said() -> None:
+    form = StructuredOutput(kind="json_object")
+    masked: list[dict[str, Any]] = [
+        {"bad_words": ("a",)}, {"allowed_token_ids": (1,)}, {"structured_output": form},
+    ]  # fmt: skip
+    assert not admit().is_masked
+    for fields in masked:
+        assert admit(**fields).is_masked
+        assert not admit(**fields, max_tokens=0, prompt_logprobs=0).is_masked
+
+
+def test_the_tenant_is_the_requests() -> None:
+    assert (admit().tenant, admit(tenant="a").tenant) == ("", "a")
 
 
 def test_unset_seeds_differ_and_use_64_bits() -> None:
@@ -200,6 +248,44 @@ def test_a_conversation_needs_a_template() -> None:
 def test_a_bad_conversation_is_refused(prompt: ChatPrompt, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         admit(prompt, template=CHAT_TEMPLATE)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def with_tools(tools: Any) -> ChatPrompt:  # noqa: ANN401
+    return dataclasses.replace(chat("a"), tools=tools)
+
+
+def turn(**fields: Any) -> ChatPrompt:  # noqa: ANN401
+    message = ChatMessage(**{"role": "user", "content": "a", **fields})
+    return ChatPrompt(messages=(message,))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field", "message"),
+    [
+        (with_tools((TOOL,) * 3), "chat.tools", "tools has 3 entries"),
+        (with_tools(("f",)), "chat.tools", "tools is 'f', but must be"),
+        (with_tools(None), "chat.tools", "tools is None, but must be"),
+        (with_tools(({"x": "y" * 99},)), "chat.tools", "limit is 100"),
+        (with_tools(({"x": {1}},)), "chat.tools", "what is no JSON"),
+        (with_tools(({"x": math.nan},)), "chat.tools", "what is no JSON"),
+        (with_tools(({"x": "\ud800"},)), "chat.tools", "lone surrogate"),
+        (turn(tool_calls=(CALL,) * 3), "chat.messages", "messages has 3 entries"),
+        (turn(tool_calls=("f",)), "chat.messages", "messages is 'f', but must be"),
+        (turn(tool_call_id="x" * 101), "chat.messages", "limit is"),
+        (turn(tool_call_id=5), "chat.messages", "messages is 5, but must be text"),
+        (turn(reasoning="x" * 101), "chat.messages", "limit is"),
+        (turn(reasoning=None), "chat.messages", "messages is None, but must be text"),
+    ],
+)
+def test_bad_tools_and_calls_are_refused(prompt: ChatPrompt, field: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as refusal:
+        admit(prompt, template=CHAT_TEMPLATE)
+    assert refusal.value.field == field
+    assert len(str(refusal.value)) < 250
 
 
 def test_what_is_set_wins_over_the_models_defaults_and_those_over_ours() -> None:

@@ -374,11 +374,12 @@ def test_who_reads_in_between_gets_each_choices_text_whole() -> None:
     assert next(events) == Delta(index=1, text="", token_ids=ids("a"))
     stream.put(ord("k"), now_s=0.0)
     stream.finish_choice(ended(1))
+    assert next(events) == Delta(index=0, text="", token_ids=ids("k"))
     assert next(events) == Delta(index=1, text="a", token_ids=())
     assert next(events) == ended(1)
     stream.put(ord("l"), now_s=0.0)
     stream.finish(FINISHED)
-    assert list(events) == [Delta(index=0, text="kl", token_ids=ids("kl")), FINISHED]
+    assert list(events) == [Delta(index=0, text="kl", token_ids=ids("l")), FINISHED]
 
 
 def test_ending_a_choice_twice_is_a_fault_of_ours() -> None:
