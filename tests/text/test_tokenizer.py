@@ -130,8 +130,11 @@ def test_no_text_of_a_caller_becomes_a_special_token(text: str, where: str) -> N
     tokenizer = byte_tokenizer(chat_template=template)
 
     def ids_for(value: str) -> list[int]:
-        field = {place: value if place == where else "q" for place in ("content", "role", "name")}
-        message = ChatMessage(**field)
+        message = ChatMessage(
+            role=value if where == "role" else "q",
+            content=value if where == "content" else "q",
+            name=value if where == "name" else "q",
+        )
         kwargs = {"extra": {"k": [value if where == "kwarg" else "q"]}}
         return tokenizer.encode_chat(ChatPrompt(messages=(message,), template_kwargs=kwargs))
 

@@ -69,12 +69,13 @@ def test_ids_of_calls_are_random_and_of_the_templates_length(tool: str) -> None:
 def test_a_calls_first_delta_has_its_id_and_name() -> None:
     output = Parsers(tool="hermes").open(tools=TOOLS, make_id=lambda: "x")
     assert output.push('Hi <tool_call>{"name": "f"') == [ContentDelta(text="Hi")]
-    assert not output.has_calls
+    has_calls = [output.has_calls]
     assert output.push(', "arguments": {"n"') == [
         CallDelta(index=0, id="x", name="f"),
         CallDelta(index=0, arguments='{"n"'),
     ]
-    assert output.has_calls
+    has_calls.append(output.has_calls)
+    assert has_calls == [False, True]
     assert output.push(": 1}}</tool_call>") == [CallDelta(index=0, arguments=": 1}")]
     assert output.flush() == []
 

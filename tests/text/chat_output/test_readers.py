@@ -21,7 +21,7 @@ HERMES: list[tuple[str, list[Part]]] = [
     ('<tool_call>{"name": "g.h-1"}</tool_call>', [G]),
     ('<tool_call>{"n\\u0061me": "\\u0066", "arguments": {"n": 1}}</tool_call>', [F1]),
     ('<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', [("call", "unknown", "{}")]),
-    (f"a{' ' * 65}<tool_call>{{\"name\": \"g.h-1\"}}</tool_call>{' ' * 65}", [("content", "a "), G, ("content", " ")]),
+    (f"a{' ' * 65}<tool_call>{{\"name\": \"g.h-1\"}}</tool_call>{' ' * 65}", [("content", "a "), G, ("content", " " * 65)]),
     # two in one block
     ('<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n{"name": "g.h-1"}\n</tool_call>', [F1, G]),
     # markers, braces and escapes in strings
