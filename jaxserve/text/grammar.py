@@ -8,7 +8,7 @@ from jaxserve.errors import BadGrammarError
 from jaxserve.plan import TokenMask
 from jaxserve.text.grammar_compiler import GrammarCompiler, explain
 
-MAX_ANEW_S: Final = 0.02  # the engine's thread waits for it
+MAX_ANEW_S: Final = 0.05  # the engine's thread waits for it
 
 
 class Grammar:
@@ -69,6 +69,7 @@ class Grammar:
                 raise self._refusal()
 
     def _start_anew(self) -> None:
+        self._compiler.forget(self._source)  # the next request shall not meet the same bound
         if not self._compiled.is_shared or self._compiled.compile_s > MAX_ANEW_S:
             raise self._refusal()
         self._compiled = self._compiler.compile_anew(self._source)

@@ -15,7 +15,7 @@ from jaxserve.text.grammar_trial import Trial
 
 STACK_BYTES: Final = 16 << 20  # four times what the trial's process has
 MAX_WAIT_S: Final = 10.0
-CACHE_ENTRIES: Final = 32
+CACHE_ENTRIES: Final = 16  # each may come to hold 30 MB of lexer states
 CACHE_BYTES: Final = 1 << 20
 MAX_REFUSED: Final = 256
 
@@ -79,6 +79,11 @@ class GrammarCompiler:
         compiled = CompiledGrammar(matcher=matchers[0], compile_s=time.monotonic() - started)
         self._keep(source, compiled)
         return compiled
+
+    def forget(self, source: str) -> None:
+        """Compile it anew when it is asked for next."""
+        with self._lock:
+            self._kept.pop(source, None)
 
     def close(self) -> None:
         """End the process of the trials; the next new grammar starts another."""

@@ -14,9 +14,9 @@ import llguidance
 LIMITS: Final = llguidance.LLParserLimits(
     initial_lexer_fuel=50_000,
     step_lexer_fuel=100_000,
-    max_lexer_states=10_000,
-    step_max_items=20_000,
-    max_items_in_row=1_000,
+    max_lexer_states=30_000,
+    step_max_items=200_000,
+    max_items_in_row=5_000,
     max_grammar_size=100_000,
     precompute_large_lexemes=False,  # else its work at the start is not counted
     verbose_errors=False,  # they hold the whole grammar
