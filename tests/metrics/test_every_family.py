@@ -69,6 +69,7 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "prompt_tokens": ("script", {"": 9 + 3 + 2 + 1}),  # not LATE's
     "output_tokens": ("script", {"": 4 + 8 + 1 + 5}),
     "surplus_tokens": ("script", {"": 3}),  # of LONG in step 6, BAD in 10, GONE in 15
+    "given_up_streams": ("script", {}),  # all are read
     "steps": ("device", {"4x1+16": 1, "4x1+8": 2, "4x1+0": 3}),
     "step_real_tokens": ("device", {"4x1+16": 16, "4x1+8": 4 + 3, "4x1+0": 2 + 1}),
     "step_padded_tokens": ("device", {"4x1+16": 4, "4x1+8": 8 + 9, "4x1+0": 2 * 3 + 3}),
