@@ -76,7 +76,7 @@ def build_tool_form(
             field="chat.tool_choice",
         )
     lines = [
-        f"start: {'thought ' if thought else ''}calls",
+        f"start: {_start_of(thought)}calls",
         *_FORMATS[parser](functions, _Marker(tokenizer), 1 if function else MAX_CALLS),
         *(_thought(thought, _Marker(tokenizer)) if thought else ()),
     ]
@@ -251,6 +251,12 @@ def _move_references(schema: object, place: str) -> object:
         case list() | tuple():
             return [_move_references(item, place) for item in schema]
     return schema
+
+
+def _start_of(thought: Thought | None) -> str:
+    if thought is None:
+        return ""
+    return "thought " if thought.is_open else "thought? "  # nothing makes a model think
 
 
 def _thought(thought: Thought, marker: _Marker) -> list[str]:
