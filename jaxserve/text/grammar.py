@@ -1,6 +1,7 @@
 """One output's place in its grammar: what may come next."""
 
 import copy
+import time
 from collections.abc import Collection
 from typing import Final
 
@@ -9,6 +10,10 @@ from jaxserve.plan import TokenMask
 from jaxserve.text.grammar_compiler import GrammarCompiler, explain
 
 MAX_ANEW_S: Final = 0.05  # the engine's thread waits for it
+# Seconds of a core. llguidance's limits bound what it builds for a mask, not its searches in that:
+# an ambiguous grammar's masks take longer with every token, up to seconds.
+TOKEN_S: Final = 0.005
+SAVED_S: Final = 0.2
 
 
 class Grammar:
@@ -17,6 +22,8 @@ class Grammar:
     Copies of a matcher share the states of their lexer, whose number is bounded. Where a grammar
     that others used before meets that bound, it is compiled anew and reads the output again; one
     that meets it alone is too complex, and so is one that takes long to compile.
+
+    Each token may take `TOKEN_S` of a core, and of what earlier ones left at most `SAVED_S`.
     """
 
     def __init__(
@@ -30,6 +37,7 @@ class Grammar:
         self._compiled = compiler.compile(source, field=field)
         self._matcher = self._compiled.matcher.deep_copy()
         self._output: list[int] = []
+        self._left_s = SAVED_S
         self.is_ended = False
 
     def fork(self) -> "Grammar":
@@ -49,8 +57,10 @@ class Grammar:
             self.is_ended = True
             return
         self._output.append(token_id)
+        started_s = time.thread_time()
         if not self._matcher.consume_token(token_id):
             self._start_anew()
+        self._spend(time.thread_time() - started_s)
 
     def fill(self, words: TokenMask) -> None:
         """Write which tokens may come next, EOS where the output is complete; never nothing.
@@ -61,12 +71,24 @@ class Grammar:
         Raises:
           BadGrammarError: nothing can come next, or finding out costs too much.
         """
+        self._left_s = min(SAVED_S, self._left_s + TOKEN_S)
+        started_s = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._spend(time.thread_time() - started_s)
         if self._matcher.is_error():
             self._start_anew()
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if self._matcher.is_error():
                 raise self._refusal()
+
+    def _spend(self, seconds: float) -> None:
+        self._left_s -= seconds
+        if self._left_s < 0:
+            raise BadGrammarError(
+                f"the grammar takes more than {TOKEN_S * 1e3:g} ms a token to follow; make it "
+                "simpler, above all less ambiguous",
+                field=self._field,
+            )
 
     def _start_anew(self) -> None:
         self._compiler.forget(self._source)  # the next request shall not meet the same bound

@@ -18,6 +18,7 @@ MAX_WAIT_S: Final = 10.0
 CACHE_ENTRIES: Final = 16  # each may come to hold 30 MB of lexer states
 CACHE_BYTES: Final = 1 << 20
 MAX_REFUSED: Final = 256
+_TOO_COMPLEX: Final = ("too big", "too large", "too many", "fuel", "toocomplex", "row has")
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ def explain(error: str) -> str:
         what = "nothing that this model's tokens can spell matches it"
     elif "oneOf constraints are not supported" in error:
         what = "oneOf is supported only where its branches exclude each other; use anyOf"
-    elif any(word in error for word in ("too big", "too large", "Too many", "fuel", "TooComplex")):
+    elif any(word in error.lower() for word in _TOO_COMPLEX):
         what = f"it is too complex ({_shorten(error)}); make it simpler"
     else:
         what = _shorten(error)
