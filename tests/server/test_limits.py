@@ -35,10 +35,17 @@ def ask_with(field: str, token_id: int) -> generation_pb2.GenerateRequest:
             request.stop.stop_token_ids.append(token_id)
         case "sampling.logit_bias":
             request.sampling.logit_bias[token_id] = 1.0
+        case "sampling.allowed_token_ids":
+            request.sampling.allowed_token_ids.ids.append(token_id)
     return request
 
 
-FIELDS = ["token_ids", "stop.stop_token_ids", "sampling.logit_bias"]
+FIELDS = [
+    "token_ids",
+    "stop.stop_token_ids",
+    "sampling.logit_bias",
+    "sampling.allowed_token_ids",
+]
 
 
 @pytest.mark.parametrize("field", FIELDS)
