@@ -13,6 +13,7 @@ from jaxserve.engine.stream import Delivery, Stream
 from jaxserve.engine.waker import Waker
 from jaxserve.errors import SlowReaderError
 from jaxserve.gen import generation_pb2
+from jaxserve.plan import TokenLogprobs
 from jaxserve.request import GenerationRequest
 from tests.engines import Clock
 from tests.fakes import VOCAB_SIZE
@@ -206,6 +207,16 @@ class HandFed:
             await asyncio.sleep(0)  # the writer's turn: only a blocked one lets the bound be met
         return count
 
+    async def fill_with_logprobs(self, entry: TokenLogprobs) -> int:
+        """The same, without text."""
+        stream = await self.stream()
+        count = 0
+        while stream.put(entry.token_id, now_s=0.0, text="", logprobs=entry):
+            count += 1
+            self._waker.flush()
+            await asyncio.sleep(0)
+        return count
+
     async def finish(self, error: SlowReaderError) -> None:
         (await self.stream()).finish(error)
         self._waker.flush()
@@ -240,6 +251,31 @@ async def test_a_reader_that_stops_gets_all_up_to_the_bound_and_then_the_reason(
         assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert fed.cancelled == []  # the request had ended
         await until(lambda: running.num_open_calls == 0)
+
+
+async def test_unread_logprobs_are_bounded_too_and_merge_in_step() -> None:
+    """C40: they are far larger than the tokens they belong to."""
+    top_ids = tuple(range(64))
+    entry = TokenLogprobs(
+        token_id=5, logprob=-1.0, rank=2, top_ids=top_ids, top_logprobs=(-1.5,) * 64
+    )
+    async with run_server() as running, raw_stub(running) as stub, connect(running) as client:
+        fed = HandFed(running)
+        request = generation_pb2.GenerateRequest(text="x", request_id="slow")
+        request.output.logprobs = 20
+        call = stub.StreamGenerate(request)
+        count = await fed.fill_with_logprobs(entry)
+        await fed.finish(SlowReaderError("more than the bound is unread; read faster"))
+        fast = await asyncio.wait_for(client.generate("x", max_tokens=5, ignore_eos=True), 60)
+        assert fast.usage.completion_tokens == 5
+        messages: list[generation_pb2.StreamGenerateResponse] = []
+        with pytest.raises(grpc.RpcError):
+            await read_rest(call, messages)
+        logprobs = [message.delta.logprobs for message in messages if message.HasField("delta")]
+        assert sum(len(part.token_ids) for part in logprobs) == count
+        assert all(len(part.top) == len(part.token_ids) for part in logprobs)
+        assert max(len(part.token_ids) for part in logprobs) > 1  # what piled up came as one
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_a_cancel_that_meets_a_blocked_write_is_one_abort_and_no_fault(
