@@ -270,15 +270,12 @@ def _describe(details: Any, sources: Sequence[_Source]) -> str:  # noqa: ANN401 
     """Returns one error: `FILE: KEY is VALUE, but …`."""
     section, *rest = (str(part) for part in details["loc"])
     wanted = details["msg"].removeprefix("Value error, ")
-    if details["type"] == "extra_forbidden":  # in a table of a key: the others are checked before
-        known = list(TenantLimits.model_fields)
-        where = [source.where for source in sources if rest[0] in source.values.get(section, {})]
-        return f"{where[-1]}: unknown key {'.'.join(map(str, details['loc']))}" + _did_you_mean(
-            rest[-1], known
-        )
     if not rest:  # keys that contradict each other; the last source that sets one is named
         where = [source.where for source in sources if section in source.values][-1]
         return f"{where}: {section}.{wanted}"
     where = [source.where for source in sources if rest[0] in source.values.get(section, {})][-1]
+    if details["type"] == "extra_forbidden":  # in a table of a tenant: other keys were checked
+        hint = _did_you_mean(rest[-1], list(TenantLimits.model_fields))
+        return f"{where}: unknown key {'.'.join([section, *rest])}{hint}"
     wanted = wanted[0].lower() + wanted[1:]
     return f"{where}: {'.'.join([section, *rest])} is {details['input']!r}, but {wanted}"

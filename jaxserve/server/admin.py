@@ -174,7 +174,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             if message.HasField("grace"):
                 grace_s = _seconds(message.grace, "grace", low=0.0, high=MAX_GRACE_S)
             # once the answer is out: the end of the server would cut it off
-            context.add_done_callback(lambda _: drain(grace_s))
+            context.add_done_callback(lambda _: drain(grace_s))  # type: ignore[arg-type]  # no Protocol
             num_live = int(self._door.metrics.value("tenant_requests_live"))
             logger.info("a drain was asked for grace_s=%s in_flight=%d", grace_s, num_live)
         return admin_pb2.DrainResponse(in_flight=num_live)

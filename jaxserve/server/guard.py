@@ -33,7 +33,9 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
             return self._refuse(error, method.rpartition("/")[2])
         return handler
 
-    def _refuse(self, error: UnauthenticatedError, method: str) -> grpc.RpcMethodHandler:
+    def _refuse(
+        self, error: UnauthenticatedError, method: str
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
         """Returns a handler that reads no message: that is what a stream of them begins with."""
 
         async def refuse(messages: object, context: Any) -> None:  # noqa: ANN401

@@ -107,7 +107,9 @@ class Certificates:
             return _grpc_configuration(current)
 
         return grpc.dynamic_ssl_server_credentials(
-            _grpc_configuration(given), fetch, self.asks_for_certificates
+            _grpc_configuration(given),
+            fetch,  # type: ignore[arg-type]  # the stubs know no None; grpc's own text does
+            self.asks_for_certificates,
         )
 
     def build_ssl_context(self) -> ssl.SSLContext:

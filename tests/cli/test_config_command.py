@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli.config import schema_text
+from jaxserve.cli.config import _toml_value, schema_text
 from jaxserve.cli.main import main
-from jaxserve.config import Config, load_config
+from jaxserve.config import Config, TenantLimits, load_config
 from jaxserve.config.load import env_name, known_keys, section_type
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -27,10 +27,27 @@ def _log_level() -> Iterator[None]:
 
 
 GEOMETRIC = '{"first": 8, "last": 32, "ratio": 2}'
+FREE = '{"queue_share": 1.0}'
+OPEN = {field: None for field in TenantLimits.model_fields} | {"queue_share": 1.0}
+VALUES: dict[str, tuple[str, object]] = {
+    "admin.address": ("unix:/a", "unix:/a"),
+    "limits.max_header_bytes": ("20000", 20000),
+    "server.http_cors_origins": ('["http://a.example"]', ["http://a.example"]),
+    "tenants.default": ('{"max_priority": 7}', OPEN | {"max_priority": 7}),
+    "tenants.named": (f'{{"acme": {FREE}}}', {"acme": OPEN}),
+}
+# Keys that a key needs beside it in the file.
+BESIDE = {
+    "tls.cert_file": "key_file = 'k'",
+    "tls.key_file": "cert_file = 'c'",
+    "tls.client_ca_file": "cert_file = 'c'\nkey_file = 'k'",
+}
 
 
 def other_value(key: str) -> tuple[str, object]:
     """A value of the key that is not its default: as a variable or a flag says it, and itself."""
+    if key in VALUES:
+        return VALUES[key]
     section, _, name = key.partition(".")
     field = section_type(Config.model_fields[section]).model_fields[name]
     default = field.default
@@ -67,7 +84,8 @@ def test_each_key_has_a_variable_over_the_file_and_a_flag_over_both(
     said, value = other_value(key)
     path = tmp_path / "mine.toml"
     text = json.dumps(value) if default is None else json.dumps(default)
-    path.write_text(f"[{section}]\n{name} = {text}\n")
+    in_toml = _toml_value(value if default is None else default)
+    path.write_text(f"[{section}]\n{name} = {in_toml}\n{BESIDE.get(key, '')}\n")
     before = json.loads(text)
 
     assert shown(capsys)[section][name] == {"value": default, "source": "default", "from": None}

@@ -140,7 +140,7 @@ def test_over_any_time_the_use_is_at_most_the_rate_and_what_one_took_too_much() 
     draw = random.Random(3)
     per_minute = 50
     for _ in range(50):
-        allowance, now_s, uses = Allowance(per_minute, 0.0), 0.0, [(0.0, 0.0)]
+        allowance, now_s, uses = Allowance(per_minute, 0.0), 0.0, [(0.0, 0)]
         for _ in range(100):
             now_s += draw.choice((0.0, 0.1, 1.0, 30.0))
             amount = draw.randint(1, 40)
@@ -148,7 +148,7 @@ def test_over_any_time_the_use_is_at_most_the_rate_and_what_one_took_too_much() 
                 allowance.use(amount, now_s)
                 uses.append((now_s, amount))
         for first in range(len(uses)):
-            since_s, total = uses[first][0], 0.0
+            since_s, total = uses[first][0], 0
             for at_s, amount in uses[first:]:
                 total += amount
                 assert total <= per_minute * (1 + (at_s - since_s) / 60) + 1e-6
@@ -324,7 +324,7 @@ def check_random_run(seed: int) -> None:
         releases.append(ended)
         release(ended, output_tokens=output_tokens)
 
-    engine.quotas.release = watch  # type: ignore[method-assign]
+    engine.quotas.release = watch  # type: ignore[method-assign, assignment]
     streams: list[Stream] = []
     num_refused = 0
     with serve(engine, runner):

@@ -56,8 +56,8 @@ class Files:
         """Returns how a client trusts the server, with its own certificate if it has one."""
         return Tls(
             root_certificates=self.root.cert_pem.bytes(),
-            certificate=leaf and chain(leaf),
-            private_key=leaf and leaf.private_key_pem.bytes(),
+            certificate=None if leaf is None else chain(leaf),
+            private_key=None if leaf is None else leaf.private_key_pem.bytes(),
             server_name=HOST,
         )
 
