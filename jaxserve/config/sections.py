@@ -59,6 +59,35 @@ class ModelSection(Section):
 class KVSection(Section):
     """The paged KV pool."""
 
+class SamplingSection(Section):
+    """What a request gets that leaves a field out; over the model's own generation configuration.
+
+    Unset: the model's own, else what generation.proto says.
+    """
+
+    temperature: float | None = pydantic.Field(
+        None, ge=0, le=1e6, description="Up to 1e-5 the most likely token is always taken."
+    )
+    top_p: float | None = pydantic.Field(
+        None, gt=0, le=1, description="Smallest set of tokens with this probability; 1 is off."
+    )
+    top_k: int | None = pydantic.Field(
+        None, ge=0, lt=1 << 32, description="So many of the most likely tokens; 0 is off."
+    )
+    min_p: float | None = pydantic.Field(
+        None, ge=0, le=1, description="Least share of the most likely token's; 0 is off."
+    )
+    presence_penalty: float | None = pydantic.Field(None, ge=-2, le=2, description="0 is off.")
+    frequency_penalty: float | None = pydantic.Field(None, ge=-2, le=2, description="0 is off.")
+    repetition_penalty: float | None = pydantic.Field(
+        None, ge=1e-6, le=1e6, description="1 is off."
+    )
+
+    def as_params(self) -> dict[str, float | int]:
+        """Returns what is set, by `SamplingParams` field name."""
+        return self.model_dump(exclude_none=True)
+
+
     page_size: int = pydantic.Field(16, ge=1, le=1024, description="Tokens of a page.")
     dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
         "auto", description="auto: the model's dtype."
@@ -462,6 +491,7 @@ class Config(Section):
     kv: KVSection = KVSection()
     scheduler: SchedulerSection = SchedulerSection()
     buckets: BucketsSection = BucketsSection()
+    sampling: SamplingSection = SamplingSection()
     runner: RunnerSection = RunnerSection()
     limits: LimitsSection = LimitsSection()
     server: ServerSection = ServerSection()

@@ -58,7 +58,7 @@ def load_engine(
     started_s = time.monotonic()
     active = check_mechanisms(config)
     source = find_model(model)
-    header = source.load_header()
+    header = replace_template(source.load_header(), config.model.chat_template)
     header_s = time.monotonic() - started_s
     reach = None if only_for is None else _find_reach(header, config, only_for)
     metrics = metrics or Metrics()
@@ -68,6 +68,7 @@ def load_engine(
     served = _describe(
         header,
         path=str(source.path),
+        config,
         max_model_tokens=runner.max_model_tokens,
         dtype=runner.spec.dtype,
         capacity_tokens=(runner.num_pages - 1) * config.kv.page_size,
@@ -161,7 +162,7 @@ def _find_reach(
     from jaxserve.runner.state import find_variant
 
     model = _describe(
-        header, max_model_tokens=config.model.max_model_tokens or header.config.max_position
+        header, config, max_model_tokens=config.model.max_model_tokens or header.config.max_position
     )
     request = limits.resolve(
         only_for(model),
@@ -189,6 +190,7 @@ def _describe(
 ) -> ServedModel:
     return ServedModel(
         name=header.name,
+    config: Config,
         max_model_tokens=max_model_tokens,
         vocab_size=header.config.vocab_size,
         eos_ids=header.eos_ids,
@@ -198,7 +200,7 @@ def _describe(
         dtype=dtype,
         quantization=header.quantization,
         has_chat_template=header.tokenizer.chat_template is not None,
-        sampling_defaults=header.defaults.as_params(),
+        sampling_defaults=header.defaults.as_params() | config.sampling.as_params(),
         capacity_tokens=capacity_tokens,
     )
 

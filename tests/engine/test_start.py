@@ -10,8 +10,9 @@ import pytest
 from jaxserve.checkpoint.safetensors import HfFolderSource
 from jaxserve.config import load_config
 from jaxserve.engine import EngineState, ServedModel
-from jaxserve.engine.start import load_engine
-from jaxserve.errors import CheckpointError, InvalidRequestError
+from jaxserve.engine.chat_template import replace_template
+from jaxserve.engine.start import _describe, load_engine
+from jaxserve.errors import CheckpointError, ConfigError, InvalidRequestError
 from jaxserve.llm import LLM
 from jaxserve.request import GenerationRequest, SamplingParams
 from tests.checkpoint.writers import T1, make_weights, write_hf
@@ -107,6 +108,25 @@ def test_a_request_that_is_not_allowed_is_refused_before_anything_is_compiled(
             only_for=lambda model: request,
         )
     assert phases == []
+
+
+def test_what_a_request_leaves_out_is_the_configurations_then_the_models_own(
+    tmp_path: Path,
+) -> None:
+    path = write_hf(tmp_path / "model", T1, make_weights(T1))
+    (path / "generation_config.json").write_text(
+        '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.9}'
+    )
+    header = HfFolderSource(path).load_header()
+    for section, wanted in (
+        ({}, {"temperature": 0.6, "top_k": 20, "top_p": 0.9}),
+        (
+            {"sampling.temperature": 0.0, "sampling.min_p": 0.1},
+            {"temperature": 0.0, "top_k": 20, "top_p": 0.9, "min_p": 0.1},
+        ),
+    ):
+        config = load_config(flags=FLAGS | section)
+        assert _describe(header, config, max_model_tokens=64).sampling_defaults == wanted
 
 
 def test_an_unknown_model_is_refused_by_name() -> None:
