@@ -31,7 +31,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "serve",
         help="serve a model over gRPC and HTTP",
-        description="Serve a model over gRPC (protos/jaxserve/v1), with health and reflection, "
+        description="Serve a model over gRPC (protos/jaxserve/v1), with health and reflection,\n"
         "and, where a port is given, over HTTP as OpenAI's API (docs/http.md).",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -31,7 +31,7 @@ def check_structured(asked: StructuredOutput, sampling: SamplingParams) -> None:
                 "complete; leave one of them out",
                 field=f"stop.{name}",
             )
-    field = FIELDS[asked.kind]
+    field = asked.field or FIELDS[asked.kind]
     if not isinstance(asked.text, str):
         raise refusal(asked.text, field, "text")
     if bool(asked.text) is not (asked.kind in KINDS_WITH_TEXT):

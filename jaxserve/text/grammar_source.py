@@ -46,17 +46,18 @@ def build_source(asked: StructuredOutput, *, max_bytes: int) -> str:
       BadGrammarError: too large, not readable, or it asks for what is not supported.
     """
     _check_size(asked, max_bytes)
+    field = asked.field or FIELDS[asked.kind]
     match asked.kind:
         case "json_object":
             return _join({"type": "object"})
         case "json_schema":
-            return _join(_read_schema(asked.text))
+            return _join(_read_schema(asked.text, field))
         case "regex":
             return _wrap(_regex_rule(asked.text))
         case "choice":
-            return _wrap(_choice_rule(asked.choices))
+            return _wrap(_choice_rule(asked.choices, field))
         case "lark":
-            _check_lark(asked.text)
+            _check_lark(asked.text, field)
             return _wrap(asked.text)
 
 
@@ -89,8 +90,7 @@ def _join(schema: Mapping[str, object]) -> str:
     return json.dumps({"grammars": parts})
 
 
-def _read_schema(text: str) -> Mapping[str, object]:
-    field = FIELDS["json_schema"]
+def _read_schema(text: str, field: str) -> Mapping[str, object]:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -113,20 +113,20 @@ def _regex_rule(text: str) -> str:
     return f"start: /{llguidance.regex_to_lark(text, '')}/" if text else 'start: ""'
 
 
-def _choice_rule(choices: tuple[str, ...]) -> str:
+def _choice_rule(choices: tuple[str, ...], field: str) -> str:
     if not choices:
         raise BadGrammarError(
-            "choice is empty, but must have at least one text; add it", field=FIELDS["choice"]
+            "choice is empty, but must have at least one text; add it", field=field
         )
     # one terminal, so that texts with a common start cost no more than one
     texts = " | ".join(json.dumps(choice) for choice in dict.fromkeys(choices))
     return f"start: CHOICE\nCHOICE: {texts}"
 
 
-def _check_lark(text: str) -> None:
+def _check_lark(text: str, field: str) -> None:
     if found := _RULE_OPTION.search(_QUOTED.sub('""', text)):
         raise BadGrammarError(
             f"the grammar has the rule option {found[1]!r}, which is not supported; leave it out, "
             "or write suffix= for stop=",
-            field=FIELDS["lark"],
+            field=field,
         )

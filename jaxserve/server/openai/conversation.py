@@ -8,6 +8,7 @@ from jaxserve.engine import Engine
 from jaxserve.request import ChatPrompt
 from jaxserve.server.chat_plan import ChatChoices, plan_chat
 from jaxserve.server.openai.requests import Asked, read_request
+from jaxserve.text.chat_output import check_tools
 
 
 def read_asked(url: str, body: object, *, engine: Engine, names: Collection[str] = ()) -> Asked:
@@ -23,6 +24,7 @@ def read_asked(url: str, body: object, *, engine: Engine, names: Collection[str]
         return asked
     (request,) = asked.requests
     assert isinstance(request.prompt, ChatPrompt), "a chat"
+    check_tools(request.prompt.tools, max_tools=engine.config.limits.max_tools)
     plan = plan_chat(request, request.prompt, asked.tool_choice, output="parsed", engine=engine)
     return dataclasses.replace(asked, requests=(plan.request,), chat=plan)
 

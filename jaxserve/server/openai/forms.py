@@ -52,10 +52,14 @@ def _read_format(asked: ResponseFormat) -> StructuredOutput | None:
         case "text":
             return None
         case "json_object":
-            return StructuredOutput(kind="json_object")
+            return StructuredOutput(kind="json_object", field="response_format")
         case "json_schema":
             assert asked.json_schema is not None
-            return StructuredOutput(kind="json_schema", text=_dump(asked.json_schema.schema_))
+            return StructuredOutput(
+                kind="json_schema",
+                text=_dump(asked.json_schema.schema_),
+                field="response_format",
+            )
 
 
 def _read_structured(asked: StructuredOutputs) -> StructuredOutput:
@@ -78,27 +82,27 @@ def _read_structured(asked: StructuredOutputs) -> StructuredOutput:
             field="structured_outputs",
         )
     ((name, value),) = found.items()
-    return _build(name, value)
+    return _build(name, value, field=f"structured_outputs.{name}")
 
 
 def _read_guided(name: str, value: object) -> StructuredOutput:
-    return _build(GUIDED[name], value)
+    return _build(GUIDED[name], value, field=name)
 
 
-def _build(name: str, value: object) -> StructuredOutput:
+def _build(name: str, value: object, *, field: str) -> StructuredOutput:
     match name, value:
         case "json", str() as text:
-            return StructuredOutput(kind="json_schema", text=text)
+            return StructuredOutput(kind="json_schema", text=text, field=field)
         case "json", dict() as schema:
-            return StructuredOutput(kind="json_schema", text=_dump(schema))
+            return StructuredOutput(kind="json_schema", text=_dump(schema), field=field)
         case "regex", str() as text:
-            return StructuredOutput(kind="regex", text=text)
+            return StructuredOutput(kind="regex", text=text, field=field)
         case "grammar", str() as text:
-            return StructuredOutput(kind="lark", text=text)
+            return StructuredOutput(kind="lark", text=text, field=field)
         case "choice", list() as choices:
-            return StructuredOutput(kind="choice", choices=tuple(choices))
+            return StructuredOutput(kind="choice", choices=tuple(choices), field=field)
     assert name == "json_object", f"{name} has been read already"
-    return StructuredOutput(kind="json_object")
+    return StructuredOutput(kind="json_object", field=field)
 
 
 def _dump(schema: dict[str, object]) -> str:

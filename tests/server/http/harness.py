@@ -65,6 +65,10 @@ class Running:
         return self.engine.metrics.value("requests_finished_total", reason=reason)
 
     @property
+    def num_output(self) -> float:
+        return self.engine.metrics.value("output_tokens_total")
+
+    @property
     def num_submitted(self) -> float:
         return self.engine.metrics.value("requests_submitted_total")
 
