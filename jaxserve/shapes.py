@@ -17,6 +17,7 @@ E  experts; or entries of a sparse per-row list (biases)
   M  another small width (bans; queries of a KV head)
 J  candidates of a sampler's row; experts of a token
 I  (token, expert) pairs of a step
+W  words of a token mask, V // 32; or entries of a program of fixed width
 """
 
 from typing import Protocol

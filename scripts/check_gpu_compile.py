@@ -82,6 +82,7 @@ def build_spec(
         max_chunks=config.scheduler.max_chunks,
         max_logit_bias=config.limits.max_logit_bias,
         max_ban_ids=config.limits.max_stop_token_ids + MAX_EOS_IDS,
+        max_logprobs=config.limits.max_logprobs,
         attention="xla",
     )
     return spec, program_keys(spec, scheme)

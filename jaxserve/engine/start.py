@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import jaxserve
 from jaxserve.config import Config, default_cache_dir
 from jaxserve.engine import limits
+from jaxserve.engine.chat_template import replace_template
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.served_model import ServedModel
 from jaxserve.mechanisms import active_mechanisms, check_mechanisms
@@ -67,8 +68,8 @@ def load_engine(
     )
     served = _describe(
         header,
-        path=str(source.path),
         config,
+        path=str(source.path),
         max_model_tokens=runner.max_model_tokens,
         dtype=runner.spec.dtype,
         capacity_tokens=(runner.num_pages - 1) * config.kv.page_size,
@@ -176,12 +177,20 @@ def _find_reach(
     return Reach(
         prompt_len=prompt_len if config.scheduler.chunked_prefill else model.max_model_tokens,
         max_tokens=max(2, request.max_tokens),
-        variant=find_variant(request.sampling, 0),
+        variant=find_variant(
+            request.sampling,
+            0,
+            is_masked=request.is_masked,
+            has_logprobs=request.sampling.logprobs is not None,
+        ),
+        num_choices=request.sampling.num_choices,
+        has_scoring=request.sampling.prompt_logprobs is not None,
     )
 
 
 def _describe(
     header: "ModelHeader",
+    config: Config,
     *,
     max_model_tokens: int,
     path: str = "",
@@ -190,7 +199,6 @@ def _describe(
 ) -> ServedModel:
     return ServedModel(
         name=header.name,
-    config: Config,
         max_model_tokens=max_model_tokens,
         vocab_size=header.config.vocab_size,
         eos_ids=header.eos_ids,

@@ -7,6 +7,9 @@ from typing import Literal
 VOCAB_MULTIPLE = 64
 # EOS ids that a model may add to a request's stop ids.
 MAX_EOS_IDS = 16
+# The least log-probability that is reported: of an id that the model rules out (-inf) and of all
+# below this. It is what OpenAI's API writes for such ids, finite in JSON, and sums keep a meaning.
+LOWEST_LOGPROB = -9999.0
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]

@@ -27,7 +27,7 @@ Mass = tuple[jax.Array, jax.Array]
 
 @flax.struct.dataclass(kw_only=True)
 class Candidates:
-    """The best ids of each row, best first.
+    """The best ids of each row, best first; of equals the lower id first.
 
     Attributes:
       score_BJ, token_BJ: score and id.
@@ -53,18 +53,27 @@ def key_of(score: jax.Array) -> jax.Array:
 
 
 def find_candidates(score_BV: jax.Array) -> Candidates:
-    """Returns the `NUM_CANDIDATES` best of each row, exactly.
-
-    Through chunk maxima: the 65 best ids lie in the 65 chunks with the highest maxima, which reads
-    the row once instead of sorting it. `top_k` puts the lower of two equals first, so the first
-    candidate is the lowest id among a row's best.
-    """
+    """Returns the `NUM_CANDIDATES` best of each row."""
     B, V = score_BV.shape
     num_wanted = min(NUM_CANDIDATES, V)
+    score_BJ, token_BJ = find_best_ids(score_BV, num_wanted)
+    outside_B = score_BJ[:, -1] if num_wanted < V else jnp.full((B,), -jnp.inf, jnp.float32)
+    return Candidates(score_BJ=score_BJ, token_BJ=token_BJ, outside_B=outside_B)
+
+
+def find_best_ids(score_BV: jax.Array, num_wanted: int) -> tuple[jax.Array, jax.Array]:
+    """Returns score and id of each row's best, exactly, best first; of equals the lower id first.
+
+    Through chunk maxima: the J best ids lie in the J chunks with the highest maxima, which reads
+    the row once instead of sorting it. `top_k` puts the earlier of two equals first; the chunks
+    stand in the order of their ids, so the earlier is the lower id.
+    """
+    B, V = score_BV.shape
     num_chunks = V // CHUNK
-    if num_chunks > num_wanted:
+    if num_chunks > num_wanted > 0:
         score_BLC = score_BV.reshape(B, num_chunks, CHUNK)
         _, chunk_BJ = lax.top_k(score_BLC.max(axis=2), num_wanted)
+        chunk_BJ = jnp.sort(chunk_BJ, axis=1)
         pool_BJC = jnp.take_along_axis(score_BLC, chunk_BJ[:, :, None], axis=1)
         score_BJ, place_BJ = lax.top_k(pool_BJC.reshape(B, -1), num_wanted)
         best_chunk_BJ = jnp.take_along_axis(chunk_BJ, place_BJ // CHUNK, axis=1)
@@ -73,8 +82,7 @@ def find_candidates(score_BV: jax.Array) -> Candidates:
         score_BJ, token_BJ = lax.top_k(score_BV, num_wanted)
     # Without the barrier XLA:CPU makes a full sort of a top_k that is sliced: ten times slower.
     score_BJ, token_BJ = lax.optimization_barrier((score_BJ, token_BJ))
-    outside_B = score_BJ[:, -1] if num_wanted < V else jnp.full((B,), -jnp.inf, jnp.float32)
-    return Candidates(score_BJ=score_BJ, token_BJ=token_BJ, outside_B=outside_B)
+    return score_BJ, token_BJ
 
 
 def find_thresholds(

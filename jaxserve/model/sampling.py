@@ -1,9 +1,9 @@
 """Logits to tokens: the sampler, on the device, in float32, row by row.
 
-Order: bans and biases, penalties, temperature, top-k, top-p, min-p, draw. A token is the argmax of
-the scaled logits plus Gumbel noise (Gumbel 1954; the Gumbel-max trick), and the noise of an id is a
-pure function of (seed, output index, choice, id). So a row's token depends on nothing else: not on
-its place, its batch mates, the variant or the way the filters were worked out.
+Order: bans and biases, penalties, mask, temperature, top-k, top-p, min-p, draw. A token is the
+argmax of the scaled logits plus Gumbel noise (Gumbel 1954; the Gumbel-max trick), and the noise of
+an id is a pure function of (seed, output index, choice, id). So a row's token depends on nothing
+else: not on its place, its batch mates, the variant or the way the filters were worked out.
 """
 
 from typing import Literal
@@ -16,12 +16,13 @@ from jax import numpy as jnp
 
 from jaxserve.errors import ShapeError
 from jaxserve.model.filters import CHUNK, Candidates, find_candidates, find_thresholds, key_of
+from jaxserve.model.masks import keep_allowed
 from jaxserve.model.penalties import add_bias, ban, penalize
 from jaxserve.model.threefry import token_noise
 from jaxserve.shapes import check_shapes
 
 # greedy: every row takes the argmax. plain: rows are greedy or have a temperature only.
-# full: anything; needed when one row has bans, biases, penalties or filters.
+# full: anything; needed when one row has bans, biases, penalties, a mask or filters.
 Variant = Literal["greedy", "plain", "full"]
 
 GREEDY_TEMPERATURE = 1e-5
@@ -69,7 +70,7 @@ class Sampled:
     Attributes:
       token_B: int32, always a real id.
       is_finite_B: false where the logits held NaN or +inf, or nothing but -inf: the token is then
-        meaningless.
+        meaningless. Of full also where bans, penalties or mask leave nothing above -inf.
       used_fallback: a scalar; whether a row's filters needed more than the best 64 ids.
     """
 
@@ -85,6 +86,7 @@ def sample(
     *,
     vocab_size: int,
     variant: Variant,
+    mask_BW: jax.Array | None = None,
 ) -> Sampled:
     """Returns one token for each row.
 
@@ -93,6 +95,8 @@ def sample(
       rows: one for each row of logits. greedy reads nothing of it, plain only seed, choice and
         temperature.
       output_index_B: int32, index in the output of the token to be drawn.
+      mask_BW: uint32, the ids that may be drawn, as in `model/masks.py`; read by full only. None
+        allows all.
 
     Raises:
       ShapeError: the arrays do not fit together; while tracing.
@@ -113,6 +117,8 @@ def sample(
             token_B = find_best(add_noise(scale(logits_BV, rows), rows, output_index_B))
         case "full":
             logits_BV = adjust(logits_BV, rows, output_index_B)
+            if mask_BW is not None:
+                logits_BV = keep_allowed(logits_BV, mask_BW)
             is_finite_B &= is_usable(logits_BV)
             token_B, used_fallback = _draw_filtered(scale(logits_BV, rows), rows, output_index_B)
     return Sampled(

@@ -13,15 +13,40 @@ decode bucket 3 and chunk bucket 16 (``B`` is one past the last state row):
     lens_X     1   1  0 |  4    1    2  0
 """
 
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
 import numpy as np
 from jax import Array
 from jax import numpy as jnp
 
+from jaxserve.model.masks import num_words
 from jaxserve.model.transformer import TokenBatch
-from jaxserve.plan import Bucket, Chunk, StepPlan
+from jaxserve.plan import Bucket, Chunk, PageCopy, StepPlan, TokenMask
 from jaxserve.runner.buckets import BucketScheme, OutputBucket, round_up
 from jaxserve.runner.spec import RunnerSpec
 from jaxserve.shapes import check_shapes
+
+COPY_WIDTH = 16  # pages of one run of the copy program
+SCORE_WIDTH = 64  # tokens of one run of the score program
+_ALL_BITS = np.uint32(0xFFFFFFFF)
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class SampledRow:
+    """A token that a step samples: a chunk's, or that of a fork of it.
+
+    Attributes:
+      hidden_index: where the hidden state lies that it is sampled from; forks share it.
+      num_top: alternatives to report with its log-probability; None reports none.
+    """
+
+    sequence_id: int
+    row: int
+    hidden_index: int
+    output_index: int
+    num_top: int | None
+    is_masked: bool
 
 
 def find_plan_bucket(plan: StepPlan, scheme: BucketScheme) -> Bucket:
@@ -76,20 +101,85 @@ def build_packed(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> np.ndarray
     return packed_I
 
 
+def find_sampled_rows(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> list[SampledRow]:
+    """Returns what the plan samples, chunk by chunk, each with its forks after it."""
+    return [
+        SampledRow(
+            sequence_id=sequence_id,
+            row=row,
+            hidden_index=t + chunk.num_tokens - 1,
+            output_index=chunk.output_index,
+            num_top=chunk.num_top,
+            is_masked=chunk.is_masked,
+        )
+        for chunk, _, t in _lay_out(plan, bucket, spec.chunk_tile)
+        if chunk.samples
+        for sequence_id, row in (
+            (chunk.sequence_id, chunk.row),
+            *((fork.sequence_id, fork.row) for fork in chunk.forks),
+        )
+    ]
+
+
 def build_output_rows(
-    plan: StepPlan, bucket: Bucket, output: OutputBucket, spec: RunnerSpec
+    sampled: Sequence[SampledRow], output: OutputBucket, spec: RunnerSpec
 ) -> np.ndarray:
     """Returns the output program's rows: hidden index, state row, output index of each sampled
-    token. Padding: hidden row 0, state row `max_seqs` (past the end), output index 0.
+    token, and 1 where its log-probability is wanted. Padding: hidden row 0, state row `max_seqs`
+    (past the end), output index 0, nothing wanted.
     """
-    rows_3R = np.zeros((3, output.rows), np.int32)
-    rows_3R[1] = spec.max_seqs
-    r = 0
+    rows_4R = np.zeros((4, output.rows), np.int32)
+    rows_4R[1] = spec.max_seqs
+    for r, row in enumerate(sampled):
+        rows_4R[:, r] = row.hidden_index, row.row, row.output_index, row.num_top is not None
+    return rows_4R
+
+
+def build_masks(
+    sampled: Sequence[SampledRow],
+    masks: Mapping[int, TokenMask],
+    output: OutputBucket,
+    spec: RunnerSpec,
+) -> np.ndarray:
+    """Returns the output program's ``mask_RW``: a copy of the masks, and all ones elsewhere."""
+    W = num_words(spec.model.padded_vocab_size)
+    known = {row.sequence_id for row in sampled if row.is_masked}
+    assert masks.keys() <= known, f"masks of {masks.keys() - known}, which the step does not mask"
+    mask_RW = np.full((output.rows, W), _ALL_BITS)
+    for r, row in enumerate(sampled):
+        mask_W = masks.get(row.sequence_id)
+        if mask_W is not None:
+            assert mask_W.dtype == np.uint32, f"a mask is uint32, got {mask_W.dtype}"
+            assert mask_W.shape == (W,), f"a mask has {W} words, got shape {mask_W.shape}"
+            mask_RW[r] = mask_W
+    return mask_RW
+
+
+def build_page_copies(copies: Sequence[PageCopy], spec: RunnerSpec) -> Iterator[np.ndarray]:
+    """Yields pages and where to copy them, `COPY_WIDTH` at a time. Padding: to past the end."""
+    for first in range(0, len(copies), COPY_WIDTH):
+        some = copies[first : first + COPY_WIDTH]
+        pages_2W = np.zeros((2, COPY_WIDTH), np.int32)
+        pages_2W[1] = spec.num_pages
+        pages_2W[:, : len(some)] = np.array([(copy.source, copy.target) for copy in some]).T
+        yield pages_2W
+
+
+def build_score_rows(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> Iterator[np.ndarray]:
+    """Yields the score program's rows, `SCORE_WIDTH` at a time: hidden index and the token whose
+    log-probability is wanted. Padding: hidden row 0, token 0."""
+    pairs: list[tuple[int, int]] = []
     for chunk, _, t in _lay_out(plan, bucket, spec.chunk_tile):
-        if chunk.samples:
-            rows_3R[:, r] = t + chunk.num_tokens - 1, chunk.row, chunk.output_index
-            r += 1
-    return rows_3R
+        if chunk.scoring is None:
+            continue
+        first, num_scored = chunk.scoring.first - chunk.start, len(chunk.scoring.targets)
+        assert 0 <= first <= chunk.num_tokens - num_scored, f"scored beyond the chunk: {chunk}"
+        pairs += enumerate(chunk.scoring.targets, t + first)
+    for begin in range(0, len(pairs), SCORE_WIDTH):
+        some = pairs[begin : begin + SCORE_WIDTH]
+        rows_2W = np.zeros((2, SCORE_WIDTH), np.int32)
+        rows_2W[:, : len(some)] = np.array(some, np.int32).T
+        yield rows_2W
 
 
 def unpack(

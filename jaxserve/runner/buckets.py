@@ -33,11 +33,18 @@ class OutputBucket:
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class Reach:
-    """All that one request alone can ask of the runner: what `generate` has to compile."""
+    """All that one request alone can ask of the runner: what `generate` has to compile.
+
+    Attributes:
+      num_choices: sequences that it becomes.
+      has_scoring: it asks for its prompt's log-probabilities.
+    """
 
     prompt_len: int
     max_tokens: int
     variant: Variant
+    num_choices: int = 1
+    has_scoring: bool = False
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -89,31 +96,37 @@ class BucketScheme:
         """Returns the part of the scheme that a single request can reach, and its limits.
 
         A prompt within the step's budget is one chunk; a longer one may be cut anywhere, so it
-        reaches every smaller chunk bucket too.
+        reaches every smaller chunk bucket too. Of several choices one may compute a chunk once
+        more while the others decode.
         """
         forwards = set()
         if reach.max_tokens > 1 or reach.prompt_len == 1:
-            forwards.add(self.find_bucket(1, 0))
+            forwards.add(self.find_bucket(reach.num_choices, 0))
         if reach.prompt_len > 1:
-            forwards |= self._reachable_chunks(reach.prompt_len, max_step_tokens)
+            forwards |= self._reachable_chunks(reach, max_step_tokens)
         largest = max(forwards, key=lambda bucket: bucket.chunk_tokens)
         return BucketScheme(
             forwards=tuple(sorted(forwards)),
-            outputs=(self.find_output(1, reach.variant),),
+            outputs=(self.find_output(reach.num_choices, reach.variant),),
             limits=dataclasses.replace(
-                self.limits, max_rows=1, max_chunk_tokens=largest.chunk_tokens, max_seqs=1
+                self.limits,
+                max_rows=reach.num_choices,
+                max_chunk_tokens=largest.chunk_tokens,
+                max_seqs=reach.num_choices,
             ),
         )
 
-    def _reachable_chunks(self, prompt_len: int, max_step_tokens: int | None) -> set[Bucket]:
+    def _reachable_chunks(self, reach: Reach, max_step_tokens: int | None) -> set[Bucket]:
+        prompt_len, num_beside = reach.prompt_len, reach.num_choices - 1
         budget = min(self.limits.max_chunk_tokens, max_step_tokens or self.limits.max_chunk_tokens)
         tile = self.limits.chunk_tile
-        largest = self.find_bucket(0, round_up(min(prompt_len, budget), tile))
+        largest = self.find_bucket(num_beside, round_up(min(prompt_len, budget), tile))
         if prompt_len <= budget:
             return {largest}
         # The last piece may be one token: a one-token row, alone in its step.
-        smaller = {self.find_bucket(0, n) for n in range(tile, largest.chunk_tokens + 1, tile)}
-        return smaller | {self.find_bucket(1, 0)}
+        sizes = range(tile, largest.chunk_tokens + 1, tile)
+        smaller = {self.find_bucket(num_beside, n) for n in sizes}
+        return smaller | {self.find_bucket(reach.num_choices, 0)}
 
 
 def build_scheme(config: Config, *, max_model_tokens: int, min_rows: int) -> BucketScheme:

@@ -1,65 +1,94 @@
 """A launched step, until its result is read."""
 
+from collections.abc import Callable, Mapping, Sequence
+
 import jax
 
 from jaxserve.metrics import Metrics
-from jaxserve.plan import Bucket, Laps, StepResult
+from jaxserve.plan import Laps, StepResult, TokenMask
+from jaxserve.runner.results import ResultLayout, read_result
+
+# Dispatches a step's output under masks and returns its result.
+LaunchOutput = Callable[[Mapping[int, TokenMask]], jax.Array]
 
 
 class LaunchedStep:
-    """A step on the device. Its result is read once; then the array behind it is gone."""
+    """A step on the device. Its result is read once; then the arrays behind it are gone."""
 
     def __init__(
         self,
-        result: jax.Array,
+        forward_done: jax.Array,
         *,
-        sequence_ids: tuple[int, ...],
-        bucket: Bucket,
+        scores: Sequence[jax.Array],
+        layout: ResultLayout,
         metrics: Metrics,
         laps: Laps,
     ) -> None:
-        """Holds what the device will fill.
+        """Holds what the device will fill; what is sampled is told by one of the two methods below.
 
         Args:
-          result: `result_R3` of the output program; where nothing is sampled, a scalar that is
-            ready when the forward is done.
-          sequence_ids: whose token is in each row of the result; the rows after them are padding.
+          forward_done: ready when the forward is done.
+          scores: of the score program.
           laps: told of the wait and the readback.
         """
-        self._result: jax.Array | None = result
-        self._sequence_ids = sequence_ids
-        self._bucket = bucket
+        self._arrays: list[jax.Array] | None = [*scores] or [forward_done]
+        self._num_scores = len(scores)
+        self._layout = layout
+        self._launch_output: LaunchOutput | None = None
+        self._has_output = False
         self._metrics = metrics
         self._laps = laps
+        for array in self._arrays:
+            _start_copy(array)
 
-    def start_copy(self) -> None:
-        """Has the result copied to the host as soon as it is there."""
-        assert self._result is not None, "the copy is started before the result is read"
-        with jax.transfer_guard_device_to_host("allow"):  # on a GPU this counts as implicit
-            self._result.copy_to_host_async()
+    def add_output(self, output_RI: jax.Array) -> None:
+        """Takes what the output program will fill."""
+        assert self._arrays is not None, "the output is launched before the result is read"
+        _start_copy(output_RI)
+        self._arrays.append(output_RI)
+        self._has_output = True
+
+    def await_masks(self, launch_output: LaunchOutput) -> None:
+        """Leaves the output to `launch_output`."""
+        self._launch_output = launch_output
 
     def is_ready(self) -> bool:
-        result = self._result
-        return result is None or bool(result.is_ready())  # type: ignore[attr-defined]  # is there
+        if self._arrays is None:
+            return True
+        if self._launch_output is not None:
+            return False
+        return all(array.is_ready() for array in self._arrays)  # type: ignore[attr-defined]  # is there
+
+    def launch_output(self, masks: Mapping[int, TokenMask]) -> None:
+        """Dispatches the output of a step that waits for masks, once.
+
+        Args:
+          masks: by sequence id; copied.
+        """
+        launch_output = self._launch_output
+        assert launch_output is not None, "a step's output is launched once, and only under masks"
+        self._launch_output = None
+        self.add_output(launch_output(masks))
+        self._laps.lap("dispatch")
 
     def result(self) -> StepResult:
-        """Waits for the device and returns the sampled tokens."""
-        assert self._result is not None, "a step's result can be read only once"
+        """Waits for the device and returns what came of the step."""
+        assert self._launch_output is None, "a step's masks come before its result is read"
+        assert self._arrays is not None, "a step's result can be read only once"
         with jax.transfer_guard("disallow"):
-            self._result.block_until_ready()
+            jax.block_until_ready(self._arrays)
             self._laps.lap("wait")
-            result = jax.device_get(self._result)
-        self._result = None
-        if not self._sequence_ids:
-            rows = []
-        else:
-            rows = result[: len(self._sequence_ids)].tolist()
-            self._metrics.sampler_fallbacks.inc(int(result[0, 2]))
+            arrays = jax.device_get(self._arrays)
+        self._arrays = None
+        output_RI = arrays[-1] if self._has_output else None
+        result = read_result(self._layout, output_RI, arrays[: self._num_scores])
+        if output_RI is not None:
+            self._metrics.sampler_fallbacks.inc(int(output_RI[0, 2]))
         self._laps.lap("readback")
-        return StepResult(
-            token_ids={id_: row[0] for id_, row in zip(self._sequence_ids, rows, strict=True)},
-            not_finite=frozenset(
-                id_ for id_, row in zip(self._sequence_ids, rows, strict=True) if not row[1]
-            ),
-            bucket=self._bucket,
-        )
+        return result
+
+
+def _start_copy(array: jax.Array) -> None:
+    """Has an array copied to the host as soon as it is there."""
+    with jax.transfer_guard_device_to_host("allow"):  # on a GPU this counts as implicit
+        array.copy_to_host_async()

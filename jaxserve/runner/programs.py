@@ -17,11 +17,12 @@ from jax import numpy as jnp
 
 from jaxserve.errors import RecompileError
 from jaxserve.metrics import Metrics
+from jaxserve.model.masks import num_words
 from jaxserve.model.params import Params, abstract_params
 from jaxserve.plan import Bucket
 from jaxserve.runner import steps
-from jaxserve.runner.batch import packed_len
-from jaxserve.runner.buckets import VARIANTS, BucketScheme, OutputBucket
+from jaxserve.runner.batch import COPY_WIDTH, SCORE_WIDTH, packed_len
+from jaxserve.runner.buckets import VARIANTS, BucketScheme, OutputBucket, Reach
 from jaxserve.runner.compile_cache import persistent_cache
 from jaxserve.runner.compile_watch import COMPILE_THREAD_PREFIX, CompileWatch
 from jaxserve.runner.spec import RunnerSpec
@@ -36,7 +37,7 @@ GPU_COMMAND_BUFFERS = (
     "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 )
 
-Kind = Literal["init", "forward", "output", "row_load", "counts", "page_copy"]
+Kind = Literal["init", "forward", "output", "score", "row_load", "counts", "page_copy"]
 
 # Called after each program: programs done, of how many, the last one's name, its seconds.
 Progress = Callable[[int, int, str, float], None]
@@ -68,20 +69,27 @@ def bucket_name(bucket: Bucket | OutputBucket) -> str:
 
 
 def program_keys(
-    spec: RunnerSpec, scheme: BucketScheme, *, has_copies: bool = False
+    spec: RunnerSpec, scheme: BucketScheme, reach: Reach | None = None
 ) -> tuple[ProgramKey, ...]:
     """Returns the keys of every program that steps within the scheme can run; the slowest to
-    compile first, so that threads end together."""
+    compile first, so that threads end together.
+
+    Args:
+      reach: of the one request that runs, where the scheme is no more than it reaches.
+    """
     forwards = sorted(scheme.forwards, key=lambda bucket: -bucket.num_tokens)
     outputs = sorted(
         scheme.outputs, key=lambda b: (VARIANTS.index(b.variant), b.rows), reverse=True
     )
-    kinds: tuple[Kind, ...] = ("init", "row_load", "counts")
+    kinds: list[Kind] = ["init", "row_load", "counts"]
+    if reach is None or reach.num_choices > 1:
+        kinds.insert(0, "page_copy")
+    if reach is None or reach.has_scoring:
+        kinds.insert(0, "score")
     return (
         *(ProgramKey(kind="forward", spec=spec, bucket=bucket) for bucket in forwards),
         *(ProgramKey(kind="output", spec=spec, bucket=bucket) for bucket in outputs),
         *(ProgramKey(kind=kind, spec=spec) for kind in kinds),
-        *([ProgramKey(kind="page_copy", spec=spec)] if has_copies else ()),
     )
 
 
@@ -177,7 +185,7 @@ def lower(key: ProgramKey, sharding: jax.sharding.Sharding | None = None) -> jax
     Args:
       sharding: where every argument lies; None is the default device.
     """
-    spec = key.spec
+    spec, V = key.spec, key.spec.model.padded_vocab_size
     shape = functools.partial(ShapeDtypeStruct, dtype=jnp.int32)
     kv, state, hidden_TD = jax.eval_shape(functools.partial(steps.init_arrays, spec=spec))
 
@@ -210,13 +218,19 @@ def lower(key: ProgramKey, sharding: jax.sharding.Sharding | None = None) -> jax
                 hidden_TD,
                 state.last_token_B,
                 state.sampling,
-                shape((3, bucket.rows)),
+                shape((4, bucket.rows)),
             )
             if bucket.variant == "full":
-                return _jit(steps.full_output_step, donate=(2, 3)).lower(*arguments, spec=spec)
+                mask_RW = shape((bucket.rows, num_words(V)), dtype=jnp.uint32)
+                return _jit(steps.full_output_step, donate=(2, 3)).lower(
+                    *arguments, *place(mask_RW), spec=spec
+                )
             return _jit(steps.output_step, "spec variant", donate=(2,)).lower(
                 *arguments, spec=spec, variant=bucket.variant
             )
+        case "score", None:
+            arguments = place(head_params(abstract_tree(spec)), hidden_TD, shape((2, SCORE_WIDTH)))
+            return _jit(steps.score_step).lower(*arguments, spec=spec)
         case "row_load", None:
             arguments = place(state, shape((LOAD_WIDTH, load_len(spec))))
             return _jit(load_rows, donate=(0,)).lower(*arguments, spec=spec)
@@ -224,7 +238,7 @@ def lower(key: ProgramKey, sharding: jax.sharding.Sharding | None = None) -> jax
             arguments = place(state.sampling.counts_BV, shape((3, COUNT_WIDTH)))
             return _jit(add_counts, "", donate=(0,)).lower(*arguments)
         case "page_copy", None:
-            arguments = place(kv, shape((2, steps.COPY_WIDTH)))
+            arguments = place(kv, shape((2, COPY_WIDTH)))
             return _jit(steps.copy_pages, "", donate=(0,)).lower(*arguments)
     raise AssertionError(f"no such program: {key}")
 

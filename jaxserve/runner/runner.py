@@ -1,24 +1,42 @@
 """The runner: owns parameters, KV pool, state rows and programs, and turns plans into results."""
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from jaxserve.config import Config
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.params import Params
 from jaxserve.model.sampling import Variant
-from jaxserve.plan import NO_LAPS, Bucket, Chunk, Laps, PageCopy, RowLoad, StepLimits, StepPlan
+from jaxserve.plan import (
+    NO_LAPS,
+    Bucket,
+    Laps,
+    PageCopy,
+    RowLoad,
+    StepLimits,
+    StepPlan,
+    TokenMask,
+)
 from jaxserve.request import SamplingParams
-from jaxserve.runner import state, steps
-from jaxserve.runner.batch import build_output_rows, build_packed, find_plan_bucket
-from jaxserve.runner.buckets import VARIANTS, Reach
+from jaxserve.runner import state
+from jaxserve.runner.batch import (
+    SampledRow,
+    build_masks,
+    build_output_rows,
+    build_packed,
+    build_page_copies,
+    build_score_rows,
+    find_plan_bucket,
+    find_sampled_rows,
+)
+from jaxserve.runner.buckets import VARIANTS, OutputBucket, Reach
 from jaxserve.runner.in_flight import LaunchedStep
 from jaxserve.runner.memory import (
     choose_dtypes,
@@ -35,6 +53,7 @@ from jaxserve.runner.programs import (
     head_params,
     program_keys,
 )
+from jaxserve.runner.results import build_layout
 from jaxserve.runner.sizing import size_runner
 from jaxserve.runner.spec import DtypeName, RunnerSpec
 
@@ -64,7 +83,6 @@ class Runner:
         cache_dir: Path | None = None,
         progress: Progress | None = None,
         reach: Reach | None = None,
-        has_copies: bool = False,
     ) -> None:
         """Sizes the pool, compiles every program, and fills the device.
 
@@ -73,7 +91,6 @@ class Runner:
           cache_dir: root of the persistent compilation cache; None keeps nothing.
           progress: called after each program, on the calling thread.
           reach: compile only what this one request can reach.
-          has_copies: plans may copy pages.
 
         Raises:
           CapacityError: parameters, programs or one full-length sequence do not fit.
@@ -109,7 +126,7 @@ class Runner:
             self._scheme = sizes.scheme.reachable(
                 reach, max_step_tokens=config.scheduler.max_step_tokens
             )
-        keys = program_keys(self._spec, self._scheme, has_copies=has_copies)
+        keys = program_keys(self._spec, self._scheme, reach)
         with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-load") as pool:
             loading = pool.submit(lambda: params(dtype) if callable(params) else params)
             compile_keys(keys)
@@ -120,7 +137,13 @@ class Runner:
         self._head = head_params(self._params)
         with naming_lack_of_memory():
             self._kv, self._state, self._hidden_TD = self._run["init", None]()
+            self._no_mask = {
+                output: jax.device_put(build_masks((), {}, output, self._spec))
+                for output in self._scheme.outputs
+                if output.variant == "full"
+            }
         self._row_sampling = [SamplingParams()] * self._spec.max_seqs
+        self._awaiting_masks: int | None = None  # the step whose output is not launched yet
         self._programs.forbid_compiles()
         self._show_unused()
         logger.info("runner ready dtype=%s kv_dtype=%s programs=%d", dtype, kv_dtype, len(keys))
@@ -138,7 +161,8 @@ class Runner:
         return self._spec.num_pages
 
     def launch(self, plan: StepPlan, laps: Laps = NO_LAPS) -> LaunchedStep:
-        """Dispatches row loads, page copies, forward and output; returns without waiting.
+        """Dispatches row loads, page copies, forward, scores and output; returns without waiting.
+        Where the plan `needs_masks`, the step's `launch_output` dispatches the output.
 
         Args:
           laps: told of build and dispatch; the step tells it of the rest.
@@ -147,50 +171,90 @@ class Runner:
           RecompileError: something was compiled since warm-up, and the configuration forbids it.
         """
         assert plan.has_work, f"an empty plan cannot be launched: {plan}"
+        assert self._awaiting_masks is None, (
+            f"the output of step {self._awaiting_masks} comes before step {plan.step_id}"
+        )
         with jax.transfer_guard("disallow"):
             self._load_rows(plan.row_loads, laps)
             self._copy_pages(plan.copies)
             step = self._run_step(plan, laps)
-        step.start_copy()
         self._check_no_recompile()
         laps.lap("dispatch")
         return step
 
     def _run_step(self, plan: StepPlan, laps: Laps) -> LaunchedStep:
+        """Runs forward, scores and, unless it waits for masks, the output."""
         bucket = find_plan_bucket(plan, self._scheme)
-        sampling = [chunk for chunk in plan.chunks if chunk.samples]
-        output = self._scheme.find_output(len(sampling), self._find_variant(sampling))
+        sampled = find_sampled_rows(plan, bucket, self._spec)
+        output = self._scheme.find_output(len(sampled), self._find_variant(sampled))
         arrays = (
             build_packed(plan, bucket, self._spec),
-            build_output_rows(plan, bucket, output, self._spec),
+            build_output_rows(sampled, output, self._spec),
+            list(build_score_rows(plan, bucket, self._spec)),
         )
         laps.lap("build")
-        packed_I, rows_3R = jax.device_put(arrays)
+        packed_I, rows_4R, score_rows = jax.device_put(arrays)
         held = self._state
-        self._kv, page_table_BP, self._hidden_TD, result = self._run["forward", bucket](
+        self._kv, page_table_BP, self._hidden_TD, forward_done = self._run["forward", bucket](
             self._params, self._kv, held.page_table_BP, self._hidden_TD, held.last_token_B, packed_I
         )
-        self._state = held = dataclasses.replace(held, page_table_BP=page_table_BP)
-        if sampling:
-            arguments = (self._head, self._hidden_TD, held.last_token_B, held.sampling, rows_3R)
-            run = self._run["output", output]
-            if output.variant == "full":
-                last_token_B, rows, result = run(*arguments)
-                self._state = dataclasses.replace(held, last_token_B=last_token_B, sampling=rows)
-            else:
-                last_token_B, result = run(*arguments)
-                self._state = dataclasses.replace(held, last_token_B=last_token_B)
-            self._metrics.output_programs.labels(
-                bucket=bucket_name(output), variant=output.variant
-            ).inc()
-        self._count_step(plan, bucket)
-        return LaunchedStep(
-            result,
+        self._state = dataclasses.replace(held, page_table_BP=page_table_BP)
+        step = LaunchedStep(
+            forward_done,
+            scores=[self._run_score(rows_2W) for rows_2W in score_rows],
+            layout=build_layout(plan, bucket, sampled, self._spec),
             metrics=self._metrics,
-            sequence_ids=tuple(chunk.sequence_id for chunk in sampling),
-            bucket=bucket,
             laps=laps,
         )
+        if plan.needs_masks:
+            self._awaiting_masks = plan.step_id
+            step.await_masks(
+                functools.partial(self._launch_masked, sampled, output, rows_4R, laps=laps)
+            )
+        elif sampled:
+            step.add_output(self._run_output(output, rows_4R, mask_RW=self._no_mask.get(output)))
+        self._count_step(plan, bucket)
+        return step
+
+    def _launch_masked(
+        self,
+        sampled: Sequence[SampledRow],
+        output: OutputBucket,
+        rows_4R: jax.Array,
+        masks: Mapping[int, TokenMask],
+        *,
+        laps: Laps,
+    ) -> jax.Array:
+        """Runs the output that the last forward left."""
+        mask_RW = build_masks(sampled, masks, output, self._spec)
+        laps.lap("build")
+        with jax.transfer_guard("disallow"):
+            result_RI = self._run_output(output, rows_4R, mask_RW=jax.device_put(mask_RW))
+        self._awaiting_masks = None
+        self._metrics.masked_tokens.inc(len(masks))
+        self._check_no_recompile()
+        return result_RI
+
+    def _run_output(
+        self, output: OutputBucket, rows_4R: jax.Array, *, mask_RW: jax.Array | None
+    ) -> jax.Array:
+        held, run = self._state, self._run["output", output]
+        arguments = (self._head, self._hidden_TD, held.last_token_B, held.sampling, rows_4R)
+        if output.variant == "full":
+            last_token_B, rows, result_RI = run(*arguments, mask_RW)
+            self._state = dataclasses.replace(held, last_token_B=last_token_B, sampling=rows)
+        else:
+            last_token_B, result_RI = run(*arguments)
+            self._state = dataclasses.replace(held, last_token_B=last_token_B)
+        self._metrics.output_programs.labels(
+            bucket=bucket_name(output), variant=output.variant
+        ).inc()
+        array: jax.Array = result_RI
+        return array
+
+    def _run_score(self, rows_2W: jax.Array) -> jax.Array:
+        result_WI: jax.Array = self._run["score", None](self._head, self._hidden_TD, rows_2W)
+        return result_WI
 
     def _load_rows(self, loads: Sequence[RowLoad], laps: Laps) -> None:
         if not loads:
@@ -210,19 +274,20 @@ class Runner:
             laps.lap("dispatch")
 
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        for first in range(0, len(copies), steps.COPY_WIDTH):
-            some = copies[first : first + steps.COPY_WIDTH]
-            pages_2W = np.zeros((2, steps.COPY_WIDTH), np.int32)
-            pages_2W[1] = self._spec.num_pages
-            pages_2W[:, : len(some)] = np.array([(c.source, c.target) for c in some]).T
+        for pages_2W in build_page_copies(copies, self._spec):
             self._kv = self._run["page_copy", None](self._kv, jax.device_put(pages_2W))
         self._metrics.page_copies.inc(len(copies))
 
-    def _find_variant(self, sampling: Sequence[Chunk]) -> Variant:
+    def _find_variant(self, sampled: Sequence[SampledRow]) -> Variant:
         """Returns the least variant that serves every row to sample."""
         wanted = {
-            state.find_variant(self._row_sampling[chunk.row], chunk.output_index)
-            for chunk in sampling
+            state.find_variant(
+                self._row_sampling[row.row],
+                row.output_index,
+                is_masked=row.is_masked,
+                has_logprobs=row.num_top is not None,
+            )
+            for row in sampled
         }
         return max(wanted, key=VARIANTS.index, default="greedy")
 
@@ -244,6 +309,8 @@ class Runner:
         metrics.steps.labels(bucket=name).inc()
         metrics.real_tokens.labels(bucket=name).inc(real)
         metrics.padded_tokens.labels(bucket=name).inc(bucket.num_tokens - real)
+        scored = (chunk.scoring.targets for chunk in plan.chunks if chunk.scoring)
+        metrics.scored_tokens.inc(sum(map(len, scored)))
         if not self._scheme.is_largest(bucket):
             metrics.bucketed_steps.inc()
 

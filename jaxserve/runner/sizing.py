@@ -93,6 +93,7 @@ def _build_sizes(
         max_chunks=config.scheduler.max_chunks,
         max_logit_bias=config.limits.max_logit_bias,
         max_ban_ids=config.limits.max_stop_token_ids + MAX_EOS_IDS,
+        max_logprobs=config.limits.max_logprobs,
         attention="xla" if config.runner.attention == "auto" else config.runner.attention,
     )
     return RunnerSizes(spec=spec, scheme=scheme, max_model_tokens=max_model_tokens)
@@ -111,7 +112,8 @@ def _needed_bytes(
     num_pages = 1 + -(-max_model_tokens // config.kv.page_size)
     sizes = _build_sizes(model, config, dtypes, num_pages, max_model_tokens)
     keys = program_keys(sizes.spec, sizes.scheme)
-    largest = tuple(next(key for key in keys if key.kind == kind) for kind in ("forward", "output"))
+    kinds = ("forward", "output", "score")
+    largest = tuple(next(key for key in keys if key.kind == kind) for kind in kinds)
     compile_keys(largest)
     program_bytes = max(_extra_bytes(programs[key]) for key in largest)
     _, state, hidden_TD = jax.eval_shape(lambda: init_arrays(spec=sizes.spec))

@@ -19,6 +19,7 @@ class RunnerSpec:
       pages_per_seq: width of the page table: pages of the longest sequence.
       num_pages: pages of the pool, the padding page 0 among them.
       max_step_tokens: rows of the hidden-state buffer.
+      max_logprobs: alternatives that come back with a token's log-probability.
       max_ban_ids: ids that a request may hold off (stop ids and EOS) while it has few outputs.
       attention: the implementation, already chosen.
     """
@@ -35,6 +36,7 @@ class RunnerSpec:
     max_chunks: int
     max_logit_bias: int
     max_ban_ids: int
+    max_logprobs: int
     attention: Literal["reference", "xla"]
 
     @property

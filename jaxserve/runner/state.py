@@ -85,9 +85,17 @@ def gather_sampling(sampling: SamplingRows, row_R: Array, *, padded_vocab: int) 
     )
 
 
-def find_variant(sampling: SamplingParams, output_index: int) -> Variant:
-    """Returns the least that the sampler must do for this token."""
-    if sampling.has_penalties or sampling.logit_bias or output_index < sampling.min_tokens:
+def find_variant(
+    sampling: SamplingParams, output_index: int, *, is_masked: bool, has_logprobs: bool
+) -> Variant:
+    """Returns the least that the output program must do for this token.
+
+    Args:
+      is_masked: it is drawn under a mask.
+      has_logprobs: its log-probability is wanted.
+    """
+    is_banned = output_index < sampling.min_tokens
+    if is_masked or has_logprobs or is_banned or sampling.has_penalties or sampling.logit_bias:
         return "full"
     if sampling.is_greedy:
         return "greedy"

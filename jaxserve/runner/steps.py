@@ -6,16 +6,16 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from jaxserve.model import sampling as sampler
+from jaxserve.model.logprobs import find_logprobs
 from jaxserve.model.params import Params
 from jaxserve.model.sampling import SamplingRows, Variant
 from jaxserve.model.transformer import forward, logits
 from jaxserve.plan import Bucket
+from jaxserve.runner import results
 from jaxserve.runner.batch import unpack
 from jaxserve.runner.spec import RunnerSpec
 from jaxserve.runner.state import RowState, gather_sampling, init_state
 from jaxserve.shapes import check_shapes
-
-COPY_WIDTH = 16  # pages of one run of the copy program
 
 KV = tuple[Array, ...]
 
@@ -62,7 +62,7 @@ def output_step(
     hidden_TD: Array,
     last_token_B: Array,
     sampling: SamplingRows,
-    rows_3R: Array,
+    rows_4R: Array,
     *,
     spec: RunnerSpec,
     variant: Variant,
@@ -71,23 +71,20 @@ def output_step(
 
     Args:
       head: the parameters that `logits` reads.
-      rows_3R: hidden index, state row and output index of each row to sample.
-
-    Returns:
-      result_R3: token, 1 where the logits were finite, 1 where the step fell back to exact filters.
+      rows_4R: hidden index, state row and output index of each row to sample, and whether its
+        log-probability is wanted, which `full` alone gives. Rows may share a hidden index.
     """
-    check_shapes(hidden_TD=hidden_TD, last_token_B=last_token_B, rows_3R=rows_3R)
-    hidden_index_R, row_R, output_index_R = rows_3R
-    hidden_RD = hidden_TD.at[hidden_index_R].get(mode="clip")
-    logits_RV = logits(head, hidden_RD, config=spec.model)
-    rows = gather_sampling(sampling, row_R, padded_vocab=spec.model.padded_vocab_size)
+    check_shapes(hidden_TD=hidden_TD, last_token_B=last_token_B, rows_4R=rows_4R)
+    hidden_index_R, row_R, output_index_R, _ = rows_4R
     sampled = sampler.sample(
-        logits_RV, rows, output_index_R, vocab_size=spec.model.vocab_size, variant=variant
+        _logits_at(head, hidden_TD, hidden_index_R, spec=spec),
+        gather_sampling(sampling, row_R, padded_vocab=spec.model.padded_vocab_size),
+        output_index_R,
+        vocab_size=spec.model.vocab_size,
+        variant=variant,
     )
     last_token_B = last_token_B.at[row_R].set(sampled.token_B, mode="drop")
-    fallback_R = jnp.broadcast_to(sampled.used_fallback, row_R.shape)
-    columns = (sampled.token_B, sampled.is_finite_B, fallback_R)
-    return last_token_B, jnp.stack([c.astype(jnp.int32) for c in columns], axis=1)
+    return last_token_B, results.pack_sampled(sampled)
 
 
 def full_output_step(
@@ -95,16 +92,62 @@ def full_output_step(
     hidden_TD: Array,
     last_token_B: Array,
     sampling: SamplingRows,
-    rows_3R: Array,
+    rows_4R: Array,
+    mask_RW: Array,
     *,
     spec: RunnerSpec,
 ) -> tuple[Array, SamplingRows, Array]:
-    """Like `output_step`, for `full`: it also counts the tokens (donate the sampling rows)."""
-    last_token_B, result_R3 = output_step(
-        head, hidden_TD, last_token_B, sampling, rows_3R, spec=spec, variant="full"
+    """Like `output_step`, for `full`: it also counts the tokens (donate the sampling rows).
+
+    Args:
+      mask_RW: the ids that each row may sample; all ones where it may sample any.
+    """
+    check_shapes(hidden_TD=hidden_TD, last_token_B=last_token_B, rows_4R=rows_4R, mask_RW=mask_RW)
+    hidden_index_R, row_R, output_index_R, wants_logprobs_R = rows_4R
+    logits_RV = _logits_at(head, hidden_TD, hidden_index_R, spec=spec)
+    sampled = sampler.sample(
+        logits_RV,
+        gather_sampling(sampling, row_R, padded_vocab=spec.model.padded_vocab_size),
+        output_index_R,
+        vocab_size=spec.model.vocab_size,
+        variant="full",
+        mask_BW=mask_RW,
     )
-    counts_BV = sampler.record(sampling.counts_BV, rows_3R[1], result_R3[:, 0])
-    return last_token_B, dataclasses.replace(sampling, counts_BV=counts_BV), result_R3
+    columns_RI = lax.cond(
+        jnp.any(wants_logprobs_R > 0),
+        lambda: _logprob_columns(logits_RV, sampled.token_B, spec=spec),
+        lambda: jnp.zeros((row_R.shape[0], results.num_logprob_columns(spec)), jnp.int32),
+    )
+    last_token_B = last_token_B.at[row_R].set(sampled.token_B, mode="drop")
+    counts_BV = sampler.record(sampling.counts_BV, row_R, sampled.token_B)
+    sampling = dataclasses.replace(sampling, counts_BV=counts_BV)
+    result_RI = jnp.concatenate([results.pack_sampled(sampled), columns_RI], axis=1)
+    return last_token_B, sampling, result_RI
+
+
+def score_step(head: Params, hidden_TD: Array, rows_2W: Array, *, spec: RunnerSpec) -> Array:
+    """Returns the result for some tokens of the step: the log-probability of a given token each.
+
+    Args:
+      rows_2W: hidden index, and the token.
+    """
+    check_shapes(hidden_TD=hidden_TD, rows_2W=rows_2W)
+    hidden_index_W, token_W = rows_2W
+    logits_WV = _logits_at(head, hidden_TD, hidden_index_W, spec=spec)
+    is_finite_W1 = sampler.is_usable(logits_WV)[:, None].astype(jnp.int32)
+    return jnp.concatenate([is_finite_W1, _logprob_columns(logits_WV, token_W, spec=spec)], axis=1)
+
+
+def _logits_at(head: Params, hidden_TD: Array, hidden_index_R: Array, *, spec: RunnerSpec) -> Array:
+    hidden_RD = hidden_TD.at[hidden_index_R].get(mode="clip")
+    return logits(head, hidden_RD, config=spec.model)
+
+
+def _logprob_columns(logits_RV: Array, token_R: Array, *, spec: RunnerSpec) -> Array:
+    logprobs = find_logprobs(
+        logits_RV, token_R, vocab_size=spec.model.vocab_size, num_top=spec.max_logprobs
+    )
+    return results.pack_logprobs(logprobs)
 
 
 def copy_pages(kv: KV, pages_2W: Array) -> KV:

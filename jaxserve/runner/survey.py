@@ -12,7 +12,7 @@ from jaxserve.runner.programs import Kind, ProgramKey, Programs, Progress, bucke
 from jaxserve.runner.sizing import size_runner
 
 _ORDER: Final[tuple[Kind, ...]] = (
-    "forward", "output", "row_load", "counts", "page_copy", "init"
+    "forward", "output", "score", "row_load", "counts", "page_copy", "init"
 )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ chunk_decode_seqs = [4]
 """
 FORWARDS = ["2x1+0", "4x1+0", "4x1+16"]
 OUTPUTS = [f"{rows} {variant}" for variant in ("greedy", "plain", "full") for rows in (2, 4)]
-OTHERS = ["row_load", "counts", "init"]
+OTHERS = ["score", "row_load", "counts", "page_copy", "init"]
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_a_dry_run_lists_every_program_and_compiles_none(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "program"
     assert lines[1] == "forward 2x1+0"
-    assert lines[-1] == "tiny: 12 programs"
+    assert lines[-1] == "tiny: 14 programs"
 
 
 def test_compiling_says_what_each_took_and_the_cache_has_them_after_that(
@@ -112,7 +112,7 @@ def test_compiling_says_what_each_took_and_the_cache_has_them_after_that(
         jax.clear_caches()
         assert main([*words, "--json"]) == 0
         captured = capsys.readouterr()
-        assert captured.err == "programs compiled: 8 of 8\n"
+        assert captured.err == "programs compiled: 10 of 10\n"
         found = json.loads(captured.out)
         for program in found["programs"]:
             assert program["is_cached"] is is_cached, program
@@ -128,7 +128,7 @@ def test_compiling_says_what_each_took_and_the_cache_has_them_after_that(
     assert lines[0].split() == ["program", "seconds", "temp", "MiB", "cached"]
     assert lines[1].startswith("forward 2x1+0 ")
     assert lines[1].endswith(" yes")
-    assert "tiny: 8 programs, 0 compiled, 8 from the cache; " in lines[-1]
+    assert "tiny: 10 programs, 0 compiled, 10 from the cache; " in lines[-1]
     assert max(map(len, lines)) <= 80
 
 

@@ -1,10 +1,12 @@
 """Every family has a row here: its exact value after runs that are known step by step."""
 
 import asyncio
+import datetime
 import gc
 import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final, Literal
 
 import jax
@@ -13,9 +15,10 @@ from jax import numpy as jnp
 from prometheus_client import Metric
 
 import jaxserve
-from jaxserve.client import BadRequestError
-from jaxserve.config import load_config
+from jaxserve.client import AsyncClient, BadRequestError, OverloadedError, UnauthenticatedError
+from jaxserve.config import TenantLimits, TenantsSection, load_config
 from jaxserve.engine.start import load_engine
+from jaxserve.errors import ConfigError
 from jaxserve.metrics import Metrics
 from jaxserve.metrics.registry import LATENCY_BUCKETS_S, PREFIX, TOKEN_BUCKETS
 from jaxserve.request import GenerationRequest, SamplingParams
@@ -23,9 +26,10 @@ from jaxserve.runner import programs
 from tests.checkpoint.writers import T1, make_weights, write_hf
 from tests.engines import ask, build_engine, gather, serve
 from tests.metrics.script import LEVELS, Run, run_script
+from tests.server.credentials import Files, sections, write_keys
 from tests.server.harness import connect, run_server
 
-Source = Literal["script", "reserving", "device", "server"]
+Source = Literal["script", "reserving", "device", "server", "tenants"]
 Samples = Mapping[str, float]  # label values, joined by commas, to a value; 0 where not named
 
 DEVICE_CONFIG: Final = load_config(
@@ -46,6 +50,7 @@ PROGRAMS: Final = (
     "forward,4x1+0", "forward,4x1+8", "forward,4x1+16", "output,4 greedy", "output,4 plain",
     "output,4 full", "score,", "page_copy,", "init,", "row_load,", "counts,",
 )  # fmt: skip
+EXPIRY: Final = datetime.datetime(2040, 1, 2, 3, tzinfo=datetime.UTC)
 SHORT_AT: Final = (5.5, 7, 11.5, 13, 14.5, 16, 19, 19.5)  # when its tokens were on the host
 GONE_AT: Final = (13, 14.5, 16, 17.5, 22)
 
@@ -70,6 +75,14 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "output_tokens": ("script", {"": 4 + 8 + 1 + 5}),
     "surplus_tokens": ("script", {"": 3}),  # of LONG in step 6, BAD in 10, GONE in 15
     "given_up_streams": ("script", {}),  # all are read
+    "auth_failures": ("tenants", {"missing": 1, "unknown": 2}),
+    "credential_reloads": ("tenants", {"ok": 1, "failed": 2}),
+    "certificate_expiry_timestamp_seconds": ("tenants", {"": EXPIRY.timestamp()}),
+    "tenant_requests_submitted": ("tenants", {"acme": 1, "other": 2}),
+    "tenant_quota_refusals": ("tenants", {"acme,requests_per_minute": 3}),
+    "tenant_prompt_tokens": ("tenants", {"acme": 3, "other": 3 + 5}),
+    "tenant_output_tokens": ("tenants", {"acme": 2, "other": 4 + 4}),
+    "tenant_requests_live": ("script", {"": 3 + 1}),
     "steps": ("device", {"4x1+16": 1, "4x1+8": 2, "4x1+0": 3}),
     "step_real_tokens": ("device", {"4x1+16": 16, "4x1+8": 4 + 3, "4x1+0": 2 + 1}),
     "step_padded_tokens": ("device", {"4x1+16": 4, "4x1+8": 8 + 9, "4x1+0": 2 * 3 + 3}),
@@ -207,6 +220,42 @@ async def call_each() -> Metrics:
             async for _event in client.stream("two", max_tokens=2):
                 pass
         await client.models()
+    return running.engine.metrics
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
+    return asyncio.run(call_as_tenants(tmp_path_factory.mktemp("secrets")))
+
+
+async def call_as_tenants(folder: Path) -> Metrics:
+    """Of acme, which is configured, and of two that are not; then with wrong keys; then reloads."""
+    files = Files(folder=folder)
+    files.write(files.root.issue_cert("localhost", not_after=EXPIRY))
+    path, (acme, bolt, coil) = write_keys(folder, "acme", "bolt", "coil")
+    limits = TenantsSection(named={"acme": TenantLimits(requests_per_minute=1)})
+    chosen = {**sections(path, files.section()), "tenants": limits}
+    async with run_server(sections=chosen) as running:
+
+        async def call(key: str, prompt: str, max_tokens: int) -> None:
+            async with AsyncClient(running.target, key=key, tls=files.trust()) as client:
+                await client.generate(prompt, max_tokens=max_tokens, ignore_eos=True)
+
+        await call(acme, "one", 2)
+        await call(bolt, "two", 4)
+        await call(coil, "three", 4)
+        for _ in range(3):
+            with pytest.raises(OverloadedError):
+                await call(acme, "one", 2)
+        for key in ("", "jsk_wrong", acme[:-1]):
+            with pytest.raises(UnauthenticatedError):
+                await call(key, "one", 2)
+        credentials = running.server.door.credentials
+        credentials.reload()
+        (folder / "key.pem").unlink()
+        for _ in range(2):
+            with pytest.raises(ConfigError):
+                credentials.reload()
     return running.engine.metrics
 
 

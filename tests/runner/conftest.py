@@ -23,7 +23,7 @@ def metrics() -> Metrics:
 
 @pytest.fixture(scope="session")
 def runner(params: Params, metrics: Metrics) -> Runner:
-    return Runner(params, MODEL, CONFIG, metrics=metrics, has_copies=True)
+    return Runner(params, MODEL, CONFIG, metrics=metrics)
 
 
 @pytest.fixture

@@ -11,7 +11,20 @@ from jaxserve.config import Config
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import Params, init_params
-from jaxserve.plan import NO_LAPS, Chunk, InFlight, Laps, PageCopy, RowLoad, StepPlan, StepResult
+from jaxserve.plan import (
+    NO_LAPS,
+    Chunk,
+    Fork,
+    InFlight,
+    Laps,
+    PageCopy,
+    PromptScoring,
+    RowLoad,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenMask,
+)
 from jaxserve.request import SamplingParams
 from jaxserve.runner.programs import Programs
 from jaxserve.runner.runner import Runner
@@ -43,7 +56,7 @@ CONFIG = Config.model_validate(
             "chunk_decode_seqs": [2],
             "chunk_tile": 4,
         },
-        "limits": {"max_logit_bias": 5, "max_stop_token_ids": 2},
+        "limits": {"max_logit_bias": 5, "max_stop_token_ids": 2, "max_logprobs": 6},
     }
 )
 GREEDY = SamplingParams(temperature=0.0)
@@ -71,7 +84,14 @@ def prompt_of(length: int, *, salt: int = 0) -> tuple[int, ...]:
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Row:
-    """A sequence in the hands of a test. Output not yet read from the device is None."""
+    """A sequence in the hands of a test. Output not yet read from the device is None.
+
+    Attributes:
+      forks: choices that sample their first token with it, where its prompt ends.
+      mask: of the output so far, the mask for the next token.
+      num_top, num_prompt_top: alternatives to report with output and prompt; None reports nothing.
+      logprobs, prompt_logprobs: as they came back.
+    """
 
     id: int
     row: int
@@ -84,6 +104,12 @@ class Row:
     output: list[int | None] = dataclasses.field(default_factory=list)
     num_computed: int = 0
     is_loaded: bool = False
+    forks: list["Row"] = dataclasses.field(default_factory=list)
+    mask: Callable[[list[int | None]], TokenMask] | None = None
+    num_top: int | None = None
+    num_prompt_top: int | None = None
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
 
     @property
     def tokens(self) -> list[int | None]:
@@ -101,6 +127,7 @@ class Driver:
         self._pages = itertools.count(first_page)
         self._ids = itertools.count(100)
         self._steps = itertools.count()
+        self._copies: list[PageCopy] = []  # for the next plan
 
     def row(
         self,
@@ -110,6 +137,7 @@ class Driver:
         sampling: SamplingParams = GREEDY,
         seed: int = 0,
         stop_ids: tuple[int, ...] = (),
+        choice: int = 0,
     ) -> Row:
         return Row(
             id=next(self._ids),
@@ -118,7 +146,21 @@ class Driver:
             sampling=sampling,
             seed=seed,
             stop_ids=stop_ids,
+            choice=choice,
         )
+
+    def fork(self, parent: Row, row: int) -> Row:
+        """Returns another choice of a sequence, which begins when the parent's prompt is done."""
+        fork = self.row(
+            row,
+            parent.prompt,
+            sampling=parent.sampling,
+            seed=parent.seed,
+            stop_ids=parent.stop_ids,
+            choice=len(parent.forks) + 1,
+        )
+        parent.forks.append(fork)
+        return fork
 
     def launch(
         self,
@@ -127,6 +169,7 @@ class Driver:
         laps: Laps = NO_LAPS,
     ) -> InFlight:
         loads, chunks = [], []
+        copies, self._copies = (*self._copies, *copies), []  # those of forks that start now: later
         for sequence, num_tokens in work:
             before = len(sequence.pages)
             pages = self._grow(sequence, num_tokens)
@@ -134,7 +177,9 @@ class Driver:
                 loads.append(self._load(sequence))
             new_pages = pages if sequence.is_loaded else ()
             sequence.is_loaded = True
-            chunks.append(self._chunk(sequence, num_tokens, new_pages, before))
+            chunk = self._chunk(sequence, num_tokens, new_pages, before)
+            loads.extend(self._start_fork(sequence, fork.row) for fork in chunk.forks)
+            chunks.append(chunk)
         plan = StepPlan(
             step_id=next(self._steps),
             chunks=tuple(chunks),
@@ -144,12 +189,26 @@ class Driver:
         return self.runner.launch(plan, laps)
 
     def step(self, *work: tuple[Row, int]) -> StepResult:
-        """Launches, waits, and books the sampled tokens."""
-        return self.retire(self.launch(*work), *(sequence for sequence, _ in work))
+        """Launches, fills masks, waits, and books the sampled tokens."""
+        flight = self.launch(*work)
+        if any(sequence.mask and sequence.output[-1:] == [None] for sequence, _ in work):
+            flight.launch_output(self.masks_of(*(sequence for sequence, _ in work)))
+        return self.retire(flight, *(sequence for sequence, _ in work))
+
+    def masks_of(self, *sequences: Row) -> dict[int, TokenMask]:
+        """Returns the masks for the tokens that the sequences, and their forks, wait for."""
+        return {
+            row.id: row.mask(row.output[:-1])
+            for row in _with_forks(sequences)
+            if row.mask and row.output[-1:] == [None]
+        }
 
     def retire(self, in_flight: InFlight, *sequences: Row) -> StepResult:
         result = in_flight.result()
-        for sequence in sequences:
+        for sequence in _with_forks(sequences):
+            sequence.prompt_logprobs.extend(result.prompt_logprobs.get(sequence.id, ()))
+            if sequence.id in result.logprobs:
+                sequence.logprobs.append(result.logprobs[sequence.id])
             if sequence.id in result.token_ids:
                 index = sequence.output.index(None)
                 sequence.output[index] = result.token_ids[sequence.id]
@@ -176,9 +235,26 @@ class Driver:
         """Takes the row and the pages back: all tokens are to be computed again."""
         sequence.pages, sequence.num_computed, sequence.is_loaded = [], 0, False
 
+    def _start_fork(self, parent: Row, row: int) -> RowLoad:
+        """Returns a fork's load: full pages are the parent's, the last one is filled later."""
+        (fork,) = (fork for fork in parent.forks if fork.row == row)
+        num_full = len(fork.prompt) // PAGE_SIZE
+        fork.pages = parent.pages[:num_full]
+        fork.num_computed, fork.is_loaded = len(fork.prompt), True
+        fork.mask, fork.num_top = fork.mask or parent.mask, parent.num_top
+        if len(fork.prompt) % PAGE_SIZE:
+            fork.pages.append(self._take_page())
+            copy = PageCopy(source=parent.pages[num_full], target=fork.pages[num_full])
+            self._copies.append(copy)
+        fork.output.append(None)
+        return self._load(fork)
+
+    def _take_page(self) -> int:
+        return 1 + next(self._pages) % (NUM_PAGES - 1)
+
     def _grow(self, sequence: Row, num_tokens: int) -> tuple[int, ...]:
         wanted = -(-(sequence.num_computed + num_tokens) // PAGE_SIZE) - len(sequence.pages)
-        pages = tuple(1 + next(self._pages) % (NUM_PAGES - 1) for _ in range(wanted))
+        pages = tuple(self._take_page() for _ in range(wanted))
         sequence.pages.extend(pages)
         return pages
 
@@ -205,8 +281,13 @@ class Driver:
         samples = end == len(sequence.tokens)
         output_index = len(sequence.output) if samples else 0
         sequence.num_computed = end
+        forks = sequence.forks if samples and not sequence.output else ()
         if samples:
             sequence.output.append(None)
+        targets = sequence.prompt[start + 1 : end + 1]
+        scoring = None
+        if sequence.num_prompt_top is not None and targets:
+            scoring = PromptScoring(first=start, targets=targets, num_top=sequence.num_prompt_top)
         return Chunk(
             sequence_id=sequence.id,
             row=sequence.row,
@@ -218,7 +299,17 @@ class Driver:
             prompt_len=len(sequence.prompt),
             new_pages=new_pages,
             num_pages_before=num_before,
+            forks=tuple(Fork(sequence_id=fork.id, row=fork.row) for fork in forks),
+            is_masked=sequence.mask is not None,
+            num_top=sequence.num_top,
+            scoring=scoring,
         )
+
+
+def _with_forks(sequences: Sequence[Row]) -> Sequence[Row]:
+    """Returns each sequence and each fork of one, once."""
+    rows = (row for sequence in sequences for row in (sequence, *sequence.forks))
+    return tuple({row.id: row for row in rows}.values())
 
 
 def oracle_logits(params: Params, tokens: Sequence[int]) -> np.ndarray:

@@ -1,13 +1,15 @@
 """The packed arrays of a step: layout, padding, and what the device makes of them."""
 
+import dataclasses
 import random
 
 import jax
 import numpy as np
+import pytest
 from jax import numpy as jnp
 
 from jaxserve.model.batch import TokenBatch
-from jaxserve.plan import Bucket, Chunk, StepPlan
+from jaxserve.plan import Bucket, Chunk, Fork, PromptScoring, StepPlan
 from jaxserve.runner import batch
 from jaxserve.runner.buckets import OutputBucket
 from tests.runner.driver import MODEL, NUM_PAGES, PAGE_SIZE, tiny_sizes
@@ -59,10 +61,79 @@ def test_the_drawn_step_is_laid_out_as_drawn() -> None:
     assert (deltas_3D[1:, 3:] == 0).all()
 
 
+def _output_rows(plan: StepPlan, bucket: Bucket, rows: int) -> np.ndarray:
+    sampled = batch.find_sampled_rows(plan, bucket, SPEC)
+    return batch.build_output_rows(sampled, OutputBucket(rows=rows, variant="full"), SPEC)
+
+
 def test_output_rows_point_at_last_tokens() -> None:
-    output = OutputBucket(rows=4, variant="greedy")
-    rows_3R = batch.build_output_rows(PLAN, BUCKET, output, SPEC)
-    assert rows_3R.tolist() == [[0, 1, 3 + 8 + 1, 0], [7, 2, 0, B], [4, 0, 1, 0]]
+    last = 3 + 8 + 1
+    wanted = [[0, 1, last, 0], [7, 2, 0, B], [4, 0, 1, 0], [0, 0, 0, 0]]
+    assert _output_rows(PLAN, BUCKET, 4).tolist() == wanted
+
+
+def test_forks_are_sampled_from_the_hidden_state_of_their_chunk() -> None:
+    """Each kind of chunk with two forks, and one that only asks for log-probabilities."""
+    forks = (Fork(sequence_id=11, row=1), Fork(sequence_id=13, row=3))
+    single = dataclasses.replace(PLAN.chunks[1], forks=forks[:1], is_masked=True)
+    longer = dataclasses.replace(PLAN.chunks[3], forks=forks[1:], num_top=0)
+    plan = dataclasses.replace(PLAN, chunks=(PLAN.chunks[0], single, PLAN.chunks[2], longer))
+    sampled = batch.find_sampled_rows(plan, BUCKET, SPEC)
+    assert [row.sequence_id for row in sampled] == [7, 2, 11, 0, 13]
+    assert [row.is_masked for row in sampled] == [False, True, True, False, False]
+    last = 3 + 8 + 1
+    assert _output_rows(plan, BUCKET, 6).tolist() == [
+        [0, 1, 1, last, last, 0],
+        [7, 2, 1, 0, 3, B],
+        [4, 0, 0, 1, 1, 0],
+        [0, 0, 0, 1, 1, 0],
+    ]
+
+
+def test_masks_are_copied_into_their_rows_and_all_else_is_ones() -> None:
+    plan = dataclasses.replace(
+        PLAN, chunks=tuple(dataclasses.replace(c, is_masked=True) for c in PLAN.chunks)
+    )
+    sampled = batch.find_sampled_rows(plan, BUCKET, SPEC)
+    output = OutputBucket(rows=4, variant="full")
+    mask_W = np.arange(V // 32, dtype=np.uint32)
+    mask_RW = batch.build_masks(sampled, {0: mask_W}, output, SPEC)
+    ones = np.full(V // 32, 0xFFFFFFFF, np.uint32)
+    np.testing.assert_array_equal(mask_RW, [ones, ones, mask_W, ones])
+    assert not np.shares_memory(mask_RW, mask_W)
+    for wrong in (mask_W[1:], mask_W.astype(np.int32)):
+        with pytest.raises(AssertionError, match="a mask"):
+            batch.build_masks(sampled, {0: wrong}, output, SPEC)
+    with pytest.raises(AssertionError, match=r"masks of \{4\}, which the step does not mask"):
+        batch.build_masks(sampled, {4: mask_W}, output, SPEC)  # it samples nothing
+
+
+def test_scored_tokens_are_looped_over_in_runs() -> None:
+    """Three chunks, of which two are scored, in 40 and 30 places: a run of 64 and one of 6."""
+    bucket = Bucket(decode_seqs=3, verify_tokens=1, chunk_tokens=88)
+
+    def scored(row: int, start: int, length: int, first: int, end: int) -> Chunk:
+        scoring = PromptScoring(first=first, targets=tuple(range(first + 1, end + 1)), num_top=2)
+        return _chunk(row, start, tuple(range(length)), scoring=scoring)
+
+    chunks = (_chunk(2, 0, (11, 12)), scored(4, 8, 43, 9, 49), scored(6, 0, 30, 0, 30))
+    runs = list(batch.build_score_rows(StepPlan(step_id=1, chunks=chunks), bucket, SPEC))
+    assert [rows_2W.shape for rows_2W in runs] == [(2, 64)] * 2
+    places_2W = np.concatenate(runs, axis=1)
+    second, third = 3 + 4, 3 + 4 + 44
+    wanted = [*range(second + 1, second + 41), *range(third, third + 30)]
+    assert places_2W[0, :70].tolist() == wanted
+    assert places_2W[1, :70].tolist() == [*range(10, 50), *range(1, 31)]
+    assert (places_2W[:, 70:] == 0).all()
+    assert list(batch.build_score_rows(PLAN, BUCKET, SPEC)) == []
+
+
+@pytest.mark.parametrize(("first", "num"), [(7, 1), (8, 4), (11, 1)])
+def test_what_lies_outside_a_chunk_cannot_be_scored(first: int, num: int) -> None:
+    scoring = PromptScoring(first=first, targets=(1,) * num, num_top=0)
+    plan = StepPlan(step_id=1, chunks=(_chunk(4, 8, (21, 22, 23), scoring=scoring),))
+    with pytest.raises(AssertionError, match="scored beyond the chunk"):
+        list(batch.build_score_rows(plan, BUCKET, SPEC))
 
 
 def _unpack(plan: StepPlan, page_table_BP: np.ndarray) -> tuple[jax.Array, TokenBatch]:
@@ -109,11 +180,10 @@ def test_no_packed_array_holds_a_negative_number_or_an_index_of_another() -> Non
         assert rows_X.max() <= B
         assert ((rows_X == B) == (lens_X == 0)).all()
         assert lens_X.sum() == plan.num_tokens
-        output = OutputBucket(rows=B, variant="full")
-        rows_3R = batch.build_output_rows(plan, bucket, output, SPEC)
-        assert rows_3R.min() >= 0
-        assert rows_3R[0].max() < bucket.num_tokens
-        real = rows_3R[1][rows_3R[1] < B].tolist()
+        rows_4R = _output_rows(plan, bucket, B)
+        assert rows_4R.min() >= 0
+        assert rows_4R[0].max() < bucket.num_tokens
+        real = rows_4R[1][rows_4R[1] < B].tolist()
         assert real == [chunk.row for chunk in plan.chunks if chunk.samples]
 
 

@@ -153,6 +153,18 @@ def test_a_prompt_longer_than_the_budget_reaches_every_smaller_chunk() -> None:
     assert set(scheme.forwards) == {_bucket(2), _bucket(8, 64), _bucket(8, 128)}
 
 
+@pytest.mark.parametrize("num_choices", [1, 2, 9, 32])
+def test_choices_reach_rows_for_all_of_them_and_a_chunk_beside_the_others(num_choices: int) -> None:
+    reach = Reach(prompt_len=65, max_tokens=10, variant="full", num_choices=num_choices)
+    scheme = _scheme().reachable(reach, max_step_tokens=None)
+    rows = _scheme().find_bucket(num_choices, 0).decode_seqs
+    beside = 8 if num_choices <= 9 else 32
+    assert set(scheme.forwards) == {_bucket(rows), _bucket(beside, 128)}
+    assert scheme.outputs == (OutputBucket(rows=rows, variant="full"),)
+    assert (scheme.limits.max_seqs, scheme.limits.max_rows) == (num_choices, num_choices)
+    assert scheme.find_bucket(num_choices - 1, 128) == _bucket(beside, 128)
+
+
 @pytest.mark.parametrize("wanted", VARIANTS)
 def test_a_missing_variant_is_replaced_by_one_that_can_do_more(wanted: Variant) -> None:
     scheme = _scheme().reachable(_reach(20, 10, "full"), max_step_tokens=None)

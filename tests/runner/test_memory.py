@@ -169,7 +169,7 @@ def test_what_a_pool_must_leave_free_is_measured_on_the_largest_programs() -> No
         programs.compile_all(keys, num_threads=2, cache_dir=None)
 
     needed = sizing._needed_bytes(MODEL, config, ("float32", "float32"), programs, compile_keys)
-    assert [key.name for key in compiled] == ["forward 2x1+8", "output 2 full"]
+    assert [key.name for key in compiled] == ["forward 2x1+8", "output 2 full", "score"]
     temp_bytes = max(
         analysis.temp_size_in_bytes
         for key in compiled

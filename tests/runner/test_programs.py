@@ -15,6 +15,7 @@ from jaxserve.config import Config
 from jaxserve.errors import CapacityError, RecompileError
 from jaxserve.metrics import Metrics
 from jaxserve.model.params import Params
+from jaxserve.runner.batch import SCORE_WIDTH
 from jaxserve.runner.buckets import Reach
 from jaxserve.runner.compile_cache import persistent_cache, versioned_folder
 from jaxserve.runner.programs import (
@@ -24,6 +25,7 @@ from jaxserve.runner.programs import (
     lower,
     program_keys,
 )
+from jaxserve.runner.results import num_logprob_columns
 from jaxserve.runner.runner import Runner
 from jaxserve.runner.sizing import RunnerSizes, size_runner
 from tests.runner.driver import CONFIG, MODEL, Driver, oracle_tokens, prompt_of
@@ -46,19 +48,25 @@ CHANGES_PROGRAMS: dict[str, object] = {
     "runner.attention": "reference",
     "limits.max_logit_bias": 6,
     "limits.max_stop_token_ids": 3,
+    "limits.max_logprobs": 5,
 }
 # And of the fields that they do not.
 CHANGES_NOTHING: dict[str, object] = {
     "kv.reserve": "max_length",
     "scheduler.batching": "static",
     "scheduler.max_step_tokens": 100,
+    "model.tool_parser": "none",
+    "model.reasoning_parser": "none",
     "runner.overlap": False,
     "runner.compile_threads": 3,
     "runner.cache_dir": "elsewhere",
     "runner.forbid_recompile": True,
     "limits.stream_buffer_bytes": 1000,
+    "limits.total_buffer_bytes": 1000,
     "server.port": 1,
 }
+
+REACH = Reach(prompt_len=5, max_tokens=4, variant="greedy")
 
 
 def _with(field: str, value: object) -> Config:
@@ -125,9 +133,27 @@ def test_the_pool_of_so_many_bytes_is_in_the_key() -> None:
 def test_what_one_request_reaches_is_part_of_what_serving_compiles() -> None:
     sizes = _sizes(CONFIG)
     reach = Reach(prompt_len=9, max_tokens=5, variant="plain")
-    reached = program_keys(sizes.spec, sizes.scheme.reachable(reach, max_step_tokens=None))
+    reached = program_keys(sizes.spec, sizes.scheme.reachable(reach, max_step_tokens=None), reach)
     assert set(reached) < set(program_keys(sizes.spec, sizes.scheme))
     assert len(reached) == 6  # two forwards, one output, init, row_load, counts
+
+
+@pytest.mark.parametrize(
+    ("reach", "kinds"),
+    [
+        (REACH, set()),
+        (dataclasses.replace(REACH, num_choices=2), {"page_copy"}),
+        (dataclasses.replace(REACH, has_scoring=True), {"score"}),
+        (dataclasses.replace(REACH, num_choices=9, has_scoring=True), {"page_copy", "score"}),
+    ],
+)
+def test_only_choices_and_scoring_reach_their_programs(reach: Reach, kinds: set[str]) -> None:
+    sizes = _sizes(CONFIG)
+    scheme = sizes.scheme.reachable(reach, max_step_tokens=None)
+    reached = program_keys(sizes.spec, scheme, reach)
+    usual = {"forward", "output", "init", "row_load", "counts"}
+    assert {key.kind for key in reached} == usual | kinds
+    assert set(reached) < set(program_keys(sizes.spec, sizes.scheme))
 
 
 def _memory(compiled: jax.stages.Compiled) -> dict[str, int]:
@@ -156,14 +182,23 @@ def test_an_output_copies_neither_head_nor_hidden_states(runner: Runner) -> None
     held = runner._state
     for bucket in runner._scheme.outputs:
         memory = _memory(runner._run["output", bucket])
-        replaced = held.last_token_B.nbytes
+        replaced, num_columns = held.last_token_B.nbytes, 3
         if bucket.variant == "full":
             replaced += sum(leaf.nbytes for leaf in jax.tree.leaves(held.sampling))
+            num_columns += num_logprob_columns(runner.spec)
         assert memory["alias"] == replaced
         pointers = 8 * (2 + len(jax.tree.leaves(held.sampling)))
-        assert memory["output"] - replaced <= 12 * bucket.rows + pointers
+        assert memory["output"] - replaced <= 4 * num_columns * bucket.rows + pointers
         if bucket.rows == 2:
             assert memory["temp"] < runner._params["embedding_VD"].nbytes
+
+
+def test_scoring_copies_neither_head_nor_hidden_states(runner: Runner) -> None:
+    memory = _memory(runner._run["score", None])
+    assert memory["alias"] == 0
+    assert memory["output"] <= 4 * SCORE_WIDTH * (1 + num_logprob_columns(runner.spec)) + 8
+    logits_bytes = 4 * SCORE_WIDTH * MODEL.padded_vocab_size
+    assert memory["temp"] < 4 * logits_bytes
 
 
 def _small_config(**runner: object) -> Config:
@@ -172,9 +207,6 @@ def _small_config(**runner: object) -> Config:
     values["buckets"] |= {"chunk_tokens": [8], "capture": False}
     values["runner"] |= runner
     return Config.model_validate(values)
-
-
-REACH = Reach(prompt_len=5, max_tokens=4, variant="greedy")
 
 
 def _start(params: Params, metrics: Metrics, cache_dir: Path | None, **runner: object) -> Runner:

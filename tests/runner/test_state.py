@@ -113,6 +113,7 @@ def test_a_row_past_the_end_samples_neutrally() -> None:
         (SamplingParams(temperature=0.0, presence_penalty=0.1), 0, "full"),
         (SamplingParams(temperature=0.0, repetition_penalty=0.9), 0, "full"),
         (SamplingParams(temperature=0.0, logit_bias={1: 1.0}), 0, "full"),
+        (SamplingParams(temperature=0.0, prompt_logprobs=0), 0, "greedy"),
         (SamplingParams(temperature=0.0, min_tokens=3), 2, "full"),
         (SamplingParams(temperature=0.0, min_tokens=3), 3, "greedy"),
     ],
@@ -120,4 +121,10 @@ def test_a_row_past_the_end_samples_neutrally() -> None:
 def test_the_sampler_does_no_more_than_a_row_needs(
     sampling: SamplingParams, output_index: int, want: str
 ) -> None:
-    assert state.find_variant(sampling, output_index) == want
+    def find(*, is_masked: bool = False, has_logprobs: bool = False) -> str:
+        return state.find_variant(
+            sampling, output_index, is_masked=is_masked, has_logprobs=has_logprobs
+        )
+
+    assert find() == want
+    assert find(is_masked=True) == find(has_logprobs=True) == "full"

@@ -1,0 +1,137 @@
+"""The result arrays of a step: packed by the programs, read on the host.
+
+All int32, floats as their bits, so that a program gives one array. Columns, for J alternatives:
+
+    greedy, plain   token | is_finite | used_fallback
+    full            token | is_finite | used_fallback | logprob | rank | top_ids_J | top_logprobs_J
+    score                   is_finite |                 logprob | rank | top_ids_J | top_logprobs_J
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from jax import Array, lax
+from jax import numpy as jnp
+
+from jaxserve.model.logprobs import Logprobs
+from jaxserve.model.sampling import Sampled
+from jaxserve.plan import Bucket, PromptScoring, StepPlan, StepResult, TokenLogprobs
+from jaxserve.runner.batch import SampledRow
+from jaxserve.runner.spec import RunnerSpec
+
+
+def pack_sampled(sampled: Sampled) -> Array:
+    """Returns the columns of the sampled tokens, ``columns_B3``."""
+    fallback_B = jnp.broadcast_to(sampled.used_fallback, sampled.token_B.shape)
+    columns = (sampled.token_B, sampled.is_finite_B, fallback_B)
+    return jnp.stack([column.astype(jnp.int32) for column in columns], axis=1)
+
+
+def pack_logprobs(logprobs: Logprobs) -> Array:
+    """Returns the columns of log-probabilities, ``[B, 2 + 2 * J]``."""
+    return jnp.concatenate(
+        [
+            _bits(logprobs.logprob_B)[:, None],
+            logprobs.rank_B[:, None],
+            logprobs.top_ids_BJ,
+            _bits(logprobs.top_logprobs_BJ),
+        ],
+        axis=1,
+    )
+
+
+def num_logprob_columns(spec: RunnerSpec) -> int:
+    return 2 + 2 * spec.max_logprobs
+
+
+def _bits(value: Array) -> Array:
+    return lax.bitcast_convert_type(value, jnp.int32)
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class ResultLayout:
+    """Whose result is in which row: what the host keeps of a launched step.
+
+    Attributes:
+      bucket: the forward program that ran.
+      sampled: whose token each row of the output's result is; the rows after them are padding.
+      scored: sequences with the prompt tokens that were scored, in the order of the score
+        program's rows.
+      vocab_size: no more alternatives than this are real.
+    """
+
+    bucket: Bucket
+    sampled: tuple[SampledRow, ...]
+    scored: tuple[tuple[int, PromptScoring], ...]
+    vocab_size: int
+
+
+def build_layout(
+    plan: StepPlan, bucket: Bucket, sampled: Sequence[SampledRow], spec: RunnerSpec
+) -> ResultLayout:
+    return ResultLayout(
+        bucket=bucket,
+        sampled=tuple(sampled),
+        scored=tuple((c.sequence_id, c.scoring) for c in plan.chunks if c.scoring is not None),
+        vocab_size=spec.model.vocab_size,
+    )
+
+
+def read_result(
+    layout: ResultLayout, output_RI: np.ndarray | None, scores: Sequence[np.ndarray]
+) -> StepResult:
+    """Returns the step's result in the words of the plan; a sequence whose logits are not finite
+    has no log-probabilities.
+
+    Args:
+      output_RI: of the output program; None where nothing is sampled.
+      scores: of the runs of the score program.
+    """
+    not_finite: set[int] = set()
+    token_ids: dict[int, int] = {}
+    logprobs: dict[int, TokenLogprobs] = {}
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+    score_rows = itertools.chain.from_iterable(scores)
+    for sequence_id, scoring in layout.scored:
+        rows = list(itertools.islice(score_rows, len(scoring.targets)))
+        if all(columns_I[0] for columns_I in rows):
+            num_top = min(scoring.num_top, layout.vocab_size)
+            prompt_logprobs[sequence_id] = tuple(
+                _read_logprobs(columns_I[1:], token_id, num_top)
+                for columns_I, token_id in zip(rows, scoring.targets, strict=True)
+            )
+        else:
+            not_finite.add(sequence_id)
+    if output_RI is not None:
+        sampled_R3 = output_RI[: len(layout.sampled), :3].tolist()
+        for r, (row, (token_id, is_finite, _)) in enumerate(
+            zip(layout.sampled, sampled_R3, strict=True)
+        ):
+            token_ids[row.sequence_id] = token_id
+            if not is_finite:
+                not_finite.add(row.sequence_id)
+            elif row.num_top is not None:
+                num_top = min(row.num_top, layout.vocab_size)
+                logprobs[row.sequence_id] = _read_logprobs(output_RI[r, 3:], token_id, num_top)
+    return StepResult(
+        token_ids=token_ids,
+        not_finite=frozenset(not_finite),
+        bucket=layout.bucket,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _read_logprobs(columns_I: np.ndarray, token_id: int, num_top: int) -> TokenLogprobs:
+    numbers_I = columns_I.view(np.float32)
+    J = (len(columns_I) - 2) // 2
+    assert num_top <= J, f"{num_top} alternatives are wanted, but {J} come back"
+    return TokenLogprobs(
+        token_id=token_id,
+        logprob=float(numbers_I[0]),
+        rank=int(columns_I[1]),
+        top_ids=tuple(columns_I[2 : 2 + num_top].tolist()),
+        top_logprobs=tuple(numbers_I[2 + J : 2 + J + num_top].tolist()),
+    )
