@@ -56,9 +56,6 @@ class ModelSection(Section):
     )
 
 
-class KVSection(Section):
-    """The paged KV pool."""
-
 class SamplingSection(Section):
     """What a request gets that leaves a field out; over the model's own generation configuration.
 
@@ -87,6 +84,9 @@ class SamplingSection(Section):
         """Returns what is set, by `SamplingParams` field name."""
         return self.model_dump(exclude_none=True)
 
+
+class KVSection(Section):
+    """The paged KV pool."""
 
     page_size: int = pydantic.Field(16, ge=1, le=1024, description="Tokens of a page.")
     dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
@@ -488,10 +488,10 @@ class Config(Section):
     """All of it."""
 
     model: ModelSection = ModelSection()
+    sampling: SamplingSection = SamplingSection()
     kv: KVSection = KVSection()
     scheduler: SchedulerSection = SchedulerSection()
     buckets: BucketsSection = BucketsSection()
-    sampling: SamplingSection = SamplingSection()
     runner: RunnerSection = RunnerSection()
     limits: LimitsSection = LimitsSection()
     server: ServerSection = ServerSection()
