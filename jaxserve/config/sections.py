@@ -42,6 +42,9 @@ class ModelSection(Section):
     max_model_tokens: int | None = pydantic.Field(
         None, ge=2, description="Longest prompt + output. Unset: min(model, pool)."
     )
+    chat_template: Path | None = pydantic.Field(
+        None, description="File with a chat template in place of the model's own. Unset: its own."
+    )
     tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "qwen", "qwen_coder"] = (
         pydantic.Field(
             "auto",

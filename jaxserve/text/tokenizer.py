@@ -1,5 +1,6 @@
 """Text to token ids and back, for one model."""
 
+import copy
 import functools
 import hashlib
 import json
@@ -16,6 +17,7 @@ from jaxserve.errors import (
 )
 from jaxserve.request import ChatPrompt
 from jaxserve.text.chat import ChatTemplate
+from jaxserve.text.end_of_turn import find_end_of_turn_ids
 from jaxserve.text.messages import TemplateTraits, build_messages, find_traits, plain_traits
 from jaxserve.text.shield import Shield, split_marked, strings_in
 from jaxserve.text.token_bytes import read_byte_rules
@@ -120,6 +122,22 @@ class Tokenizer:
             tool_template=tool_template,
             named_tokens=named_tokens,
         )
+
+    def with_chat_template(self, source: str) -> "Tokenizer":
+        """Returns the same vocabulary with another template, for all conversations."""
+        other = copy.copy(self)
+        for name in (
+            "digest",
+            "has_tools",
+            "_template",
+            "_tool_template",
+            "_traits",
+            "_tool_traits",
+        ):
+            other.__dict__.pop(name, None)  # what was found out of the old one
+        other.chat_template, other.tool_template = source, None
+        other.eos_ids = self.eos_ids | find_end_of_turn_ids(self._backend, source)
+        return other
 
     @functools.cached_property
     def digest(self) -> str:

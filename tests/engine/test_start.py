@@ -11,6 +11,7 @@ from jaxserve.checkpoint.safetensors import HfFolderSource
 from jaxserve.config import load_config
 from jaxserve.engine import EngineState, ServedModel
 from jaxserve.engine.chat_template import replace_template
+from jaxserve.engine.chat_template import replace_template
 from jaxserve.engine.start import _describe, load_engine
 from jaxserve.errors import CheckpointError, ConfigError, InvalidRequestError
 from jaxserve.llm import LLM
@@ -132,6 +133,24 @@ def test_what_a_request_leaves_out_is_the_configurations_then_the_models_own(
 def test_an_unknown_model_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match="there is no model 'no-such-model' here"):
         load_engine("no-such-model", CONFIG)
+
+
+def test_a_template_of_the_operators_takes_the_place_of_the_models_own(
+    folder: Path, tmp_path: Path
+) -> None:
+    header = HfFolderSource(folder).load_header()
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }}é{% endfor %}")
+    assert replace_template(header, None) is header
+    replaced = replace_template(header, path)
+    assert replaced.tokenizer.chat_template == path.read_text()
+    assert replaced.identity != header.identity
+    for content, reason in ((b"{% if %}", "is no template"), (b"\xff", "cannot be read")):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"model\.chat_template .*{reason}"):
+            replace_template(header, path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_engine(str(folder), load_config(flags={**FLAGS, "model.chat_template": tmp_path}))
 
 
 @pytest.mark.parametrize("module", ["jaxserve", "jaxserve.engine", "jaxserve.llm"])
