@@ -11,7 +11,6 @@ from jaxserve.checkpoint.safetensors import HfFolderSource
 from jaxserve.config import load_config
 from jaxserve.engine import EngineState, ServedModel
 from jaxserve.engine.chat_template import replace_template
-from jaxserve.engine.chat_template import replace_template
 from jaxserve.engine.start import _describe, load_engine
 from jaxserve.errors import CheckpointError, ConfigError, InvalidRequestError
 from jaxserve.llm import LLM
