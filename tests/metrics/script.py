@@ -46,6 +46,7 @@ SNAPSHOT_STEP: Final = 9  # SHORT, BAD and GONE run, LATE waits
 LEVELS: Final = (
     "requests_running", "requests_waiting", "waiting_tokens", "kv_usage_ratio",
     "kv_capacity_tokens", "kv_reserved_bytes", "kv_used_bytes", "kv_stranded_bytes",
+    "tenant_requests_live",
 )  # fmt: skip
 
 
