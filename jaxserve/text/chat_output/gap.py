@@ -21,6 +21,8 @@ class MarkerSearch:
 
     def find(self, text: str) -> tuple[int, str]:
         """Returns where the earliest marker begins, and which; (-1, "") where none is whole."""
+        if self._firsts.isdisjoint(text):  # most pieces
+            return -1, ""
         found = [(at, marker) for marker in self._markers if (at := text.find(marker)) >= 0]
         # of markers at one place the longest
         return min(found, key=lambda hit: (hit[0], -len(hit[1])), default=(-1, ""))
@@ -28,6 +30,8 @@ class MarkerSearch:
     def held_from(self, text: str) -> int:
         """Returns where the end begins that must be held back, in a text without a marker."""
         end = len(text)
+        if self._firsts.isdisjoint(text):
+            return end - layout_before(text, end)
         longest = max(map(len, self._markers), default=0) - 1
         cut = next(
             (
@@ -43,6 +47,8 @@ class MarkerSearch:
 
 def layout_before(text: str, end: int) -> int:
     """Returns how many characters of whitespace end there, at most MAX_LAYOUT."""
+    if not end or text[end - 1] not in WHITESPACE:
+        return 0
     start = max(end - MAX_LAYOUT, 0)
     return len(text[start:end]) - len(text[start:end].rstrip(WHITESPACE))
 
