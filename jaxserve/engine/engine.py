@@ -153,7 +153,7 @@ class Engine:
         """
         try:
             self._intake.check_serving()
-            self.quotas.check_allowed(asked)
+            asked = self.quotas.allow(asked)
             request = limits.resolve(
                 asked,
                 model=self.quotas.narrow(self.model, asked.tenant),

@@ -113,16 +113,30 @@ class Quotas:
                 self._set_label(account, self._metrics.tenants.label(tenant))
                 self._set_account(account, section.limits_of(tenant), now_s)
 
-    def check_allowed(self, asked: GenerationRequest) -> None:
-        """Raises PermissionDeniedError for what the tenant may never ask."""
-        ceiling = self._section.limits_of(asked.tenant).max_priority
+    def allow(self, asked: GenerationRequest) -> GenerationRequest:
+        """Returns the request as its tenant may ask it, before anything is done for it.
+
+        One that asks for no priority, which is 0, has the tenant's ceiling where that is lower.
+
+        Raises:
+          PermissionDeniedError: its priority is above the ceiling.
+          QuotaError: the tenant has used up what it may; looked at here so that what is refused
+            costs little, and once more in `admitting`.
+        """
+        with self._lock:
+            account = self._account(asked.tenant)
+            self._check_requests(account, self._clock())
+            ceiling = account.limits.max_priority
         # a value that is no integer is refused by the door
-        if ceiling is not None and isinstance(asked.priority, int) and asked.priority > ceiling:
-            raise PermissionDeniedError(
-                f"priority is {asked.priority}, but this key's requests may have {ceiling} at "
-                "most; lower it or leave it out",
-                field="priority",
-            )
+        if ceiling is None or not isinstance(asked.priority, int) or asked.priority <= ceiling:
+            return asked
+        if asked.priority == 0:
+            return dataclasses.replace(asked, priority=ceiling)
+        raise PermissionDeniedError(
+            f"priority is {asked.priority}, but this key's requests may have {ceiling} at most; "
+            "lower it or leave it out",
+            field="priority",
+        )
 
     def narrow(self, model: ServedModel, tenant: str) -> ServedModel:
         """Returns the model with the context that the tenant may use of it."""
@@ -195,21 +209,35 @@ class Quotas:
         account.tokens = _follow(account.tokens, limits.tokens_per_minute, now_s)
 
     def _check(self, account: _Account, request: Request) -> None:
-        limits, now_s = account.limits, self._clock()
-        most = limits.max_concurrent_requests
+        now_s = self._clock()
+        self._check_requests(account, now_s)
+        self._check_queue(account, request)
+        self._check_rate(
+            account, "tokens_per_minute", account.tokens, len(request.prompt), now_s=now_s
+        )
+
+    def _check_requests(self, account: _Account, now_s: float) -> None:
+        """Checks what does not depend on the request."""
+        most = account.limits.max_concurrent_requests
         if most is not None and account.num_live >= most:
             self._refuse(account, "max_concurrent_requests", most, account.num_live, PLACE_RETRY_S)
-        self._check_queue(account, request)
-        for quota, allowance, amount in (
-            ("requests_per_minute", account.requests, 1),
-            ("tokens_per_minute", account.tokens, len(request.prompt)),
-        ):
-            if allowance is None:
-                continue
-            wait_s = allowance.wait_s(amount, now_s)
-            if wait_s > 0:
-                used = allowance.used(now_s)
-                self._refuse(account, quota, allowance.per_minute, used, wait_s)
+        self._check_rate(account, "requests_per_minute", account.requests, 1, now_s=now_s)
+
+    def _check_rate(
+        self,
+        account: _Account,
+        quota: str,
+        allowance: Allowance | None,
+        amount: float,
+        *,
+        now_s: float,
+    ) -> None:
+        if allowance is None:
+            return
+        wait_s = allowance.wait_s(amount, now_s)
+        if wait_s > 0:
+            used = allowance.used(now_s)
+            self._refuse(account, quota, allowance.per_minute, used, wait_s)
 
     def _check_queue(self, account: _Account, request: Request) -> None:
         """A tenant with an empty part of the queue may always put one request there."""

@@ -229,11 +229,21 @@ def test_a_reload_changes_the_rate_and_forgets_no_use() -> None:
 def test_a_ceiling_of_priority_refuses_what_is_above_it() -> None:
     at = desk(max_priority=2)
     for priority in (-5, 0, 2):
-        at.quotas.check_allowed(GenerationRequest(prompt="x", tenant="acme", priority=priority))
+        asked = GenerationRequest(prompt="x", tenant="acme", priority=priority)
+        assert at.quotas.allow(asked) is asked
     with pytest.raises(PermissionDeniedError, match=r"priority is 3, .* 2 at most") as caught:
-        at.quotas.check_allowed(GenerationRequest(prompt="x", tenant="acme", priority=3))
+        at.quotas.allow(GenerationRequest(prompt="x", tenant="acme", priority=3))
     assert caught.value.field == "priority"
-    at.quotas.check_allowed(GenerationRequest(prompt="x", tenant="bolt", priority=3))
+    at.quotas.allow(GenerationRequest(prompt="x", tenant="bolt", priority=3))
+
+
+def test_a_ceiling_below_0_is_the_priority_of_who_asks_for_none() -> None:
+    at = desk(max_priority=-3)
+    assert at.quotas.allow(GenerationRequest(prompt="x", tenant="acme")).priority == -3
+    assert at.quotas.allow(GenerationRequest(prompt="x", tenant="bolt")).priority == 0
+    for priority in (-2, 1):
+        with pytest.raises(PermissionDeniedError):
+            at.quotas.allow(GenerationRequest(prompt="x", tenant="acme", priority=priority))
 
 
 def test_a_shorter_context_is_what_the_tenant_has_of_the_model() -> None:
@@ -375,6 +385,16 @@ def test_an_engine_that_fails_gives_everything_back() -> None:
         with pytest.raises(JaxserveError):
             gather(stream)
     check_all_is_back(engine.quotas, engine.metrics)
+
+
+def test_what_is_over_its_quota_is_not_even_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, runner = build_engine()
+    engine.quotas.set_limits(section(requests_per_minute=1))
+    with serve(engine, runner):
+        gather(engine.submit(submit(ask("x", max_tokens=1), "acme")))
+        monkeypatch.setattr(engine, "tokenizer", None)
+        with pytest.raises(QuotaError):
+            engine.submit(submit(ask("x", max_tokens=1), "acme"))
 
 
 def test_a_duplicate_uses_nothing_up() -> None:
