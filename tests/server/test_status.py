@@ -75,6 +75,7 @@ def test_reasons_are_api() -> None:
         "QueueFullError": "QUEUE_FULL",
         "SlowReaderError": "SLOW_READER",
         "DeadlineError": "DEADLINE",
+        "RequestCancelledError": "CANCELLED",
         "NumericsError": "NUMERICS",
         "HttpError": "BAD_HTTP",
         "NotServingError": "NOT_SERVING",
