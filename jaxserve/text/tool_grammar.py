@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.request import StructuredOutput
+from jaxserve.text.chat_output.tools import functions_of, parameter_types
 from jaxserve.text.grammar_source import JSON_STYLE, OWN_KEY
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -36,11 +37,13 @@ class _Function:
     """A tool, by the parts that a grammar needs.
 
     Attributes:
+      types: that each parameter may have, by its name; none where its schema does not say.
       is_strict: what its schema says that the grammar cannot keep is refused, not left out.
     """
 
     name: str
     parameters: Mapping[str, object]
+    types: Mapping[str, frozenset[str]]
     is_strict: bool
 
 
@@ -63,7 +66,7 @@ def build_tool_form(
       InvalidRequestError: there is no such function.
       UnsupportedError: this chat format has no form for calls.
     """
-    functions = [read for tool in tools if (read := _read(tool)).name == (function or read.name)]
+    functions = [read for read in _read(tools) if read.name == (function or read.name)]
     if not functions:
         what = f"a function {function!r}, but no tool has that name" if function else "a tool"
         raise InvalidRequestError(
@@ -155,15 +158,19 @@ _FORMATS: Final[Mapping[str, Callable[[Sequence[_Function], _Marker, int], list[
 }
 
 
-def _read(tool: Mapping[str, object]) -> _Function:
-    function = tool["function"]
-    assert isinstance(function, Mapping)  # checked at the door
-    parameters = function.get("parameters")
-    return _Function(
-        name=str(function["name"]),
-        parameters=parameters if isinstance(parameters, Mapping) else _NO_PARAMETERS,
-        is_strict=function.get("strict") is True,
-    )
+def _read(tools: Sequence[Mapping[str, object]]) -> Iterator[_Function]:
+    types = parameter_types(tools)
+    for function in functions_of(tools):
+        name, parameters = str(function["name"]), function.get("parameters")
+        yield _Function(
+            name=name,
+            # arguments are an object, also where the schema leaves that out
+            parameters={"type": "object", **parameters}
+            if isinstance(parameters, Mapping)
+            else _NO_PARAMETERS,
+            types=types[name],
+            is_strict=function.get("strict") is True,
+        )
 
 
 def _rule_names(functions: Sequence[_Function]) -> list[str]:
@@ -205,18 +212,21 @@ def _tagged_parameters(rule: str, function: _Function) -> list[str]:
     for index, (name, schema) in enumerate(properties.items()):
         part = f"{rule}_{index}"
         parts.append(part if name in needed else f"{part}?")
-        lines.append(f'{part}: {_quote(f"<parameter={name}>")} "\\n" {_tagged(schema, function)}')
+        lines.append(
+            f'{part}: {_quote(f"<parameter={name}>")} "\\n" {_tagged(name, schema, function)}'
+        )
     return [f"{rule}: {' '.join(parts)}" if parts else f'{rule}: ""', *lines]
 
 
-def _tagged(schema: object, function: _Function) -> str:
+def _tagged(name: str, schema: object, function: _Function) -> str:
     """Returns the form of a parameter's value: a string stands there as it is, others as JSON."""
-    if not isinstance(schema, Mapping):
+    types = function.types[name]
+    if not isinstance(schema, Mapping) or not types:
         return "text_value"
     values = schema.get("enum")
     if isinstance(values, list | tuple) and values and all(isinstance(v, str) for v in values):
         return f"({' | '.join(map(_quote, values))}) {_END_VALUE}"
-    if schema.get("type") in (None, "string"):
+    if "string" in types:
         return "text_value"
     return f"{_inline(_with_definitions(schema, function), function)} {_END_VALUE}"
 
