@@ -16,7 +16,8 @@ def next_logprobs(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
     mixed = ids * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(seed)
     mixed = (mixed ^ mixed >> np.uint64(29)) * np.uint64(0x94D049BB133111EB)
     logits = (mixed >> np.uint64(40)) % np.uint64(8192) / 1024 + ids * 1e-6
-    return logits - np.log(np.sum(np.exp(logits)))
+    logprobs: np.ndarray = logits - np.log(np.sum(np.exp(logits)))
+    return logprobs
 
 
 def token_logprobs(

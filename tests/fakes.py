@@ -123,8 +123,9 @@ def sample_token(
     if params.logit_bias:
         mixed = zlib.crc32(repr(sorted(params.logit_bias.items())).encode(), mixed)
     banned = stop_ids if output_index < params.min_tokens else ()
-    for token in (*range(mixed % vocab_size, vocab_size), *range(mixed % vocab_size)):
-        if token not in banned and (mask is None or mask[token // 32] >> token % 32 & 1):
+    for token in ((mixed + offset) % vocab_size for offset in range(vocab_size)):
+        is_allowed = mask is None or bool(mask[token // 32] >> token % 32 & 1)
+        if is_allowed and token not in banned:
             return token
     return None
 

@@ -270,7 +270,7 @@ def test_a_masked_step_waits_for_its_masks_and_keeps_to_them() -> None:
     step = runner.launch(change(fork_two(), is_masked=True))
     step.launch_output({1: build_mask([77]), 2: build_mask([])})
     result = step.result()
-    assert (result.token_ids[1], result.not_finite) == (77, {2})
+    assert (result.token_ids[1], result.not_finite) == (77, frozenset({2}))
     with pytest.raises(PlanError, match="launched already"):
         step.launch_output({})
 

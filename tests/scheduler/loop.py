@@ -347,9 +347,9 @@ class Loop:
             assert outcome is request.stop_ids[output[-1]]
         elif self._stop_of(sequence) == len(output):
             assert outcome is FinishReason.STOP
-        elif len(output) == request.max_tokens and sequence in self.ends:
+        elif 0 < len(output) == request.max_tokens and sequence in self.ends:
             assert outcome is FinishReason.MAX_TOKENS
-        else:
+        elif request.max_tokens or outcome is not FinishReason.MAX_TOKENS:
             assert outcome not in (FinishReason.MAX_TOKENS, FinishReason.EOS, FinishReason.STOP)
         if outcome == "late" and request.deadline_s is None:
             assert request.sequences[0].last_step == 0, "a prefill was spent on a late request"

@@ -256,6 +256,10 @@ def test_one_choice_is_preempted_and_the_others_go_on() -> None:
         SequenceState.WAITING,
         SequenceState.RUNNING,
     ]
+    loop.scheduler.update_gauges()
+    assert (loop.scheduler.num_running, loop.scheduler.num_waiting) == (1, 0)
+    assert loop.metrics.value("requests_waiting") == 0
+    assert loop.metrics.value("waiting_tokens") == 6
     loop.drain(max_steps=40)
     assert [len(output) for output in loop.choices[request]] == [8] * 3
     assert loop.metrics.value("recomputed_tokens_total") == 8
@@ -286,6 +290,33 @@ def test_a_higher_class_takes_the_rows_that_are_kept_for_a_lower_ones_forks() ->
     assert loop.metrics.value("preemptions_total") == 1
 
 
+def test_a_higher_class_counts_shared_pages_once() -> None:
+    loop = Loop(num_pages=17, rows=6, max_len=60, depth=1)
+    loop.add(5, 30, priority=1)
+    low = loop.add(16, 8, sampling=sampling(3))
+    for _ in range(7):
+        loop.step()
+    assert all(loop.choices[low])
+    held = {page for sequence in low.sequences for page in sequence.pages}
+    loop.add(4 * (loop.pool.num_free + len(held)) + 1, 1, priority=1)  # a page too many
+    loop.step()
+    assert loop.metrics.value("preemptions_total") == 0
+    loop.drain(max_steps=80)
+
+
+def test_a_page_stays_while_it_is_copied_though_its_last_holder_has_ended() -> None:
+    loop = Loop(step_tokens=2, depth=2)
+    request = loop.add(3, 4, sampling=sampling(3))
+    for _ in range(3):
+        loop.step()
+    part = request.sequences[2].pages[0]  # that of the last choice, which has not gone on yet
+    assert [copy.source for copy in loop.plans[2].copies] == [part, part]
+    assert loop.pool.num_pending == 0
+    loop.end(request.sequences[2], FinishReason.CANCELLED)
+    assert loop.pool.num_pending == 1
+    loop.drain(max_steps=20)
+
+
 def test_more_choices_than_rows_are_refused_with_the_field_and_the_fix() -> None:
     loop = Loop(rows=4)
     loop.scheduler.check_fits(3, 4, 4)
@@ -302,6 +333,35 @@ def test_choices_whose_whole_length_cannot_be_reserved_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="n is 4, which takes 14 KV pages of 12"):
         loop.scheduler.check_fits(8, 12, 4)
     Loop().scheduler.check_fits(8, 12, 4)  # on demand they take turns
+
+
+def test_nobody_is_admitted_onto_the_pages_reserved_for_forks() -> None:
+    loop = Loop(reserve="max_length", rows=6, depth=1)
+    wide = loop.add(12, 5, sampling=sampling(3))  # four pages, and one more for each fork
+    loop.add(1, 24)  # six: just what is left
+    last = loop.add(1, 4)
+    loop.step()
+    assert (loop.pool.num_free, loop.is_running(last)) == (2, False)
+    loop.drain(max_steps=60)
+    assert [len(output) for output in loop.choices[wide]] == [5] * 3
+
+
+def test_a_request_waits_for_the_reserved_pages_of_its_forks_too() -> None:
+    loop = Loop(reserve="max_length", rows=6, depth=1)
+    loop.add(1, 32)  # eight pages
+    wide = loop.add(12, 5, sampling=sampling(3))  # six
+    loop.step()
+    assert not loop.is_running(wide)
+    loop.drain(max_steps=60)
+    assert loop.metrics.value("preemptions_total") == 0
+
+
+def test_nobody_is_admitted_onto_the_pages_that_forks_will_copy_into() -> None:
+    loop = Loop(num_pages=1 + 6, max_len=16, depth=1)
+    loop.add(6, 3, sampling=sampling(3))
+    loop.add(9, 3)  # three pages: there are four when the other forks, but two are spoken for
+    loop.drain(max_steps=20)
+    assert loop.metrics.value("preemptions_total") == 0
 
 
 def test_the_gauges_count_requests_and_shared_pages_once() -> None:
