@@ -95,6 +95,17 @@ def read_config(options: argparse.Namespace) -> Resolved:
     """Returns what the file, the environment and this command's flags say; the log follows it.
 
     Raises:
+      ConfigError: as `resolve_options`.
+    """
+    resolved = resolve_options(options)
+    set_up_logging(options.log_level, resolved.config.log.format)
+    return resolved
+
+
+def resolve_options(options: argparse.Namespace) -> Resolved:
+    """Returns what the file, the environment and this command's flags say; changes nothing.
+
+    Raises:
       ConfigError: see `load_config`; or a flag that is no SECTION.KEY=VALUE, or a key set twice.
     """
     flags: dict[str, object] = {}
@@ -112,9 +123,7 @@ def read_config(options: argparse.Namespace) -> Resolved:
             raise ConfigError(f"--{name} and --set {key} set the same key; leave one out")
         if value is not None:
             flags[key] = value
-    resolved = resolve_config(options.config, flags=flags)
-    set_up_logging(options.log_level, resolved.config.log.format)
-    return resolved
+    return resolve_config(options.config, flags=flags)
 
 
 def add_sampling_options(group: "argparse._ArgumentGroup") -> None:

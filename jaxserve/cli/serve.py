@@ -5,24 +5,33 @@ import os
 from pathlib import Path
 
 from jaxserve.cli import exit_codes
-from jaxserve.cli.options import add_metrics_options, add_model_options, read_config
+from jaxserve.cli.options import (
+    add_metrics_options,
+    add_model_options,
+    read_config,
+    resolve_options,
+)
 from jaxserve.cli.recording import recording
 from jaxserve.cli.trace import tracing
+from jaxserve.config import Config
 from jaxserve.engine import Engine
 from jaxserve.metrics import Metrics
 
 EPILOG = """\
 examples:
   jaxserve serve
-  jaxserve serve path/to/model --dtype bfloat16 --host 0.0.0.0 --port 50051
+  jaxserve serve path/to/model --dtype bfloat16 --port 50051
+  jaxserve serve --host 0.0.0.0 --set auth.keys_file=keys.jsonl \\
+      --set tls.cert_file=cert.pem --set tls.key_file=key.pem
   jaxserve serve --http-port 8000 & curl -s localhost:8000/v1/models
   jaxserve serve --config configs/baseline.toml
   jaxserve serve --metrics-port 9100 & curl -s localhost:9100/metrics
 
-The ports are open at once; health says NOT_SERVING until the model is loaded and
-every program is compiled. The first SIGTERM or ctrl-C refuses new requests and
-lets running ones end (server.drain_timeout_s), the second ends them. There is
-no authentication: bind an address that only trusted clients reach.
+The ports are open at once; health says NOT_SERVING until the model is loaded
+and every program is compiled. The first SIGTERM or ctrl-C refuses new requests
+and lets running ones end (server.drain_timeout_s), the second ends them. An
+address that others reach needs keys (`jaxserve keys`) or client certificates;
+SIGHUP reads keys, tenants' limits and certificates again (docs/security.md).
 """
 
 
@@ -69,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     from jaxserve.server.lifecycle import serve  # here: grpc, for this command only
     from jaxserve.server.metrics_http import serving_metrics
 
-    config = read_config(options).config
+    asked = config = read_config(options).config
     metrics = Metrics()
     with (
         serving_metrics(metrics, config.metrics),
@@ -83,6 +92,12 @@ def run(options: argparse.Namespace) -> int:
             trace(engine)
             return engine
 
-        code = serve(load, config, metrics, read_config=lambda: read_config(options).config)
+        def read_again() -> Config:
+            again = resolve_options(options).config
+            # what --trace-file adds is not what somebody changed
+            is_same = again.measure == asked.measure
+            return again.model_copy(update={"measure": config.measure}) if is_same else again
+
+        code = serve(load, config, metrics, read_config=read_again)
     has_failed = code != 0
     return exit_codes.INTERNAL if has_failed else exit_codes.OK

@@ -222,9 +222,16 @@ def test_serve_passes_its_options_on_and_says_how_it_ended(
 ) -> None:
     served: list[Config] = []
 
-    def serve(load_engine: Callable[[], Engine], config: Config, metrics: Metrics) -> int:
+    def serve(
+        load_engine: Callable[[], Engine],
+        config: Config,
+        metrics: Metrics,
+        *,
+        read_config: Callable[[], Config],
+    ) -> int:
         load_engine()
         served.append(config)
+        assert read_config() == config
         return returned
 
     monkeypatch.setattr(jaxserve.server.lifecycle, "serve", serve)
@@ -234,6 +241,29 @@ def test_serve_passes_its_options_on_and_says_how_it_ended(
     assert (config.server.host, config.server.port, config.model.dtype) == ("0.0.0.0", 0, "float32")
     assert loaded[0][:2] == ("m.gguf", config)
     assert loaded[0][2] is None, "a server compiles for any request"
+
+
+def test_a_server_reads_its_configuration_again_and_leaves_the_log_alone(
+    loaded: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[tenants.default]\nrequests_per_minute = 1\n")
+    rates: list[int | None] = []
+
+    def serve(*args: object, read_config: Callable[[], Config]) -> int:
+        logging.getLogger("jaxserve").setLevel("DEBUG")  # an administrator
+        rates.append(read_config().tenants.default.requests_per_minute)
+        path.write_text("[tenants.default]\nrequests_per_minute = 2\n[measure]\nphases = true\n")
+        again = read_config()
+        rates.append(again.tenants.default.requests_per_minute)
+        assert again.measure == args[1].measure  # type: ignore[attr-defined]
+        assert logging.getLogger("jaxserve").level == logging.DEBUG
+        return 0
+
+    monkeypatch.setattr(jaxserve.server.lifecycle, "serve", serve)
+    trace = tmp_path / "trace.json"
+    assert main(["serve", "m.gguf", "--config", str(path), "--trace-file", str(trace)]) == 0
+    assert rates == [1, 2]
 
 
 @pytest.mark.parametrize(
