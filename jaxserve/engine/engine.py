@@ -246,6 +246,7 @@ class Engine:
         finally:
             self._waker.flush()
             self._steps.end()
+            self._constraints.close()
 
     def _wait_for_work(self) -> bool:
         """Blocks while idle; False once the thread is to end."""

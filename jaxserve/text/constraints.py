@@ -78,6 +78,12 @@ class Constraints:
             vocab_size=self._vocab_size,
         )
 
+    def close(self) -> None:
+        """End the process in which new grammars are tried."""
+        with self._building:
+            if self._compiler is not None:
+                self._compiler.close()
+
     def _open_grammar(self, asked: StructuredOutput) -> Grammar:
         field = asked.field or FIELDS[asked.kind]
         source = build_source(asked, max_bytes=self._max_bytes)

@@ -52,6 +52,7 @@ class Grammar:
 
         Raises:
           BadGrammarError: the token does not fit, or reading it costs too much.
+          QueueFullError: as `GrammarCompiler.compile_anew`; so does `fill`.
         """
         if token_id in self._eos_ids:
             self.is_ended = True
@@ -94,7 +95,7 @@ class Grammar:
         self._compiler.forget(self._source)  # the next request shall not meet the same bound
         if not self._compiled.is_shared or self._compiled.compile_s > MAX_ANEW_S:
             raise self._refusal()
-        self._compiled = self._compiler.compile_anew(self._source)
+        self._compiled = self._compiler.compile_anew(self._source, field=self._field)
         self._matcher = self._compiled.matcher.deep_copy()
         if not self._matcher.consume_tokens(self._output):
             raise self._refusal()

@@ -71,12 +71,19 @@ class GrammarCompiler:
         finally:
             self._compiling.release()
 
-    def compile_anew(self, source: str) -> CompiledGrammar:
-        """Returns a grammar that was compiled before, with a lexer that has no states yet."""
+    def compile_anew(self, source: str, *, field: str) -> CompiledGrammar:
+        """Returns a grammar that was compiled before, with a lexer that has no states yet.
+
+        Raises:
+          BadGrammarError: it breaks the grammar engine.
+          QueueFullError: the system gives no thread for it.
+        """
         started = time.monotonic()
         matchers: list[llguidance.LLMatcher] = []
         # llguidance descends a grammar by recursion; what stack callers' threads have is not known
         self._start_thread(lambda: matchers.append(open_matcher(self._tokenizer, source))).join()
+        if not matchers:  # the log has the traceback
+            raise BadGrammarError("the grammar breaks its compiler; change it", field=field)
         compiled = CompiledGrammar(matcher=matchers[0], compile_s=time.monotonic() - started)
         self._keep(source, compiled)
         return compiled
@@ -91,10 +98,6 @@ class GrammarCompiler:
         with self._compiling:
             self._trial.close()
 
-    @property
-    def num_kept(self) -> int:
-        return len(self._kept)
-
     def _find(self, source: str, field: str) -> CompiledGrammar | None:
         with self._lock:
             if (refusal := self._refused.get(source)) is not None:
@@ -104,14 +107,12 @@ class GrammarCompiler:
             return self._kept.get(source)
 
     def _compile(self, source: str, field: str) -> CompiledGrammar:
-        try:
-            if error := self._trial.run(source, field=field):
-                raise BadGrammarError(explain(error), field=field)
-        except BadGrammarError as error:
+        if error := self._trial.run(source, field=field):
+            refusal = explain(error)
             with self._lock:
-                _keep_newest(self._refused, source, str(error), entries=MAX_REFUSED)
-            raise
-        return self.compile_anew(source)
+                _keep_newest(self._refused, source, refusal, entries=MAX_REFUSED)
+            raise BadGrammarError(refusal, field=field)
+        return self.compile_anew(source, field=field)
 
     def _start_thread(self, run: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=run, name="jaxserve-grammar", daemon=True)
@@ -121,6 +122,10 @@ class GrammarCompiler:
             before = threading.stack_size(STACK_BYTES)
             try:
                 thread.start()
+            except RuntimeError as error:
+                raise QueueFullError(
+                    f"the server has no room to compile a grammar ({error}); try again soon"
+                ) from error
             finally:
                 threading.stack_size(before)
         return thread

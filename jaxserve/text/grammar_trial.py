@@ -35,27 +35,26 @@ class Trial:
         self._end: weakref.finalize[[subprocess.Popen[bytes]], Trial] | None = None
 
     def run(self, source: str, *, field: str) -> str:
-        """Returns what the grammar engine finds wrong, in its words; empty for nothing.
+        """Returns what is wrong with a grammar; empty for nothing.
 
         Raises:
-          BadGrammarError: it takes too long, too much memory, or breaks the grammar engine.
+          BadGrammarError: it takes too long, which on another day it may not.
           CapacityError: the process does not start.
         """
         if self._process is None or self._process.poll() is not None:
             self._process = self._start()
-        process = self._process
-        started = time.monotonic()
-        answer = _ask(process, source.encode(), timeout_s=MAX_TRIAL_S)
+        started_s = time.monotonic()
+        answer = _ask(self._process, source.encode(), timeout_s=MAX_TRIAL_S)
         if answer is not None:
             return answer.decode("utf-8", "replace")
-        took_s = time.monotonic() - started
+        took_s = time.monotonic() - started_s
         self.close()
         logger.info("grammar trial ended bytes=%d seconds=%.2f", len(source), took_s)
-        if took_s >= MAX_TRIAL_S:
-            what = f"is not compiled after {MAX_TRIAL_S:g} s"
-        else:
-            what = "is nested too deeply, or takes too much memory"
-        raise BadGrammarError(f"the grammar {what}; make it simpler", field=field)
+        if took_s < MAX_TRIAL_S:
+            return "it is nested too deeply, or takes too much memory; make it simpler"
+        raise BadGrammarError(
+            f"the grammar is not compiled after {MAX_TRIAL_S:g} s; make it simpler", field=field
+        )
 
     def close(self) -> None:
         """End the process; the next grammar starts another."""
