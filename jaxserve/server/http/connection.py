@@ -57,7 +57,8 @@ class Connection(HttpToolsProtocol):
         assert isinstance(config, BoundedConfig), "the listener makes one"
         super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
         self._bounds = config.bounds
-        self._num_head_bytes = 0
+        self._num_parsed = 0  # bytes of the request line and the headers
+        self._num_unparsed = 0  # bytes that came while a head was not complete
         self._is_in_head = False
         self._refusal: JaxserveError | None = None
         self._patience: asyncio.TimerHandle | None = None
@@ -94,8 +95,8 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._is_in_head:  # not all of it is there: a single header may be endless
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > self._bounds.max_header_bytes:
+            self._num_unparsed += len(data)
+            if self._is_head_too_large:
                 self.send_400_response("")
                 return
         if self._patience is None and (self.cycle is None or self.cycle.response_complete):
@@ -103,7 +104,7 @@ class Connection(HttpToolsProtocol):
 
     @override
     def on_message_begin(self) -> None:
-        self._is_in_head, self._num_head_bytes = True, 0
+        self._is_in_head, self._num_parsed, self._num_unparsed = True, 0, 0
         super().on_message_begin()
 
     @override
@@ -118,7 +119,7 @@ class Connection(HttpToolsProtocol):
 
     @override
     def on_headers_complete(self) -> None:
-        self._is_in_head, self._num_head_bytes = False, 0
+        self._is_in_head, self._num_parsed, self._num_unparsed = False, 0, 0
         self._stop_waiting()
         super().on_headers_complete()
 
@@ -138,10 +139,10 @@ class Connection(HttpToolsProtocol):
     @override
     def send_400_response(self, msg: str) -> None:
         """Called for bytes that are no HTTP, or too many; it closes the connection."""
-        limit = self._bounds.max_header_bytes
-        if self._num_head_bytes > limit:
+        if self._is_head_too_large:
             error = HttpError(
-                f"the request line and the headers are larger than {limit} bytes "
+                "the request line and the headers are larger than "
+                f"{self._bounds.max_header_bytes} bytes "
                 "(limits.max_header_bytes); send less",
                 status=431,
                 reason="HEADERS_TOO_LARGE",
@@ -152,9 +153,13 @@ class Connection(HttpToolsProtocol):
 
     def _count(self, num_bytes: int) -> None:
         """The parser calls it with whole parts; an error in it ends the request."""
-        self._num_head_bytes += num_bytes
-        if self._num_head_bytes > self._bounds.max_header_bytes:
+        self._num_parsed += num_bytes
+        if self._is_head_too_large:
             raise HttpError("too many")
+
+    @property
+    def _is_head_too_large(self) -> bool:
+        return max(self._num_parsed, self._num_unparsed) > self._bounds.max_header_bytes
 
     def _wait_for_head(self) -> None:
         self._patience = self.loop.call_later(self._bounds.patience_s, self._give_up)
