@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
+import httpx
 import jax
 import pytest
 from jax import numpy as jnp
@@ -16,7 +17,7 @@ from prometheus_client import Metric
 
 import jaxserve
 from jaxserve.client import AsyncClient, BadRequestError, OverloadedError, UnauthenticatedError
-from jaxserve.config import TenantLimits, TenantsSection, load_config
+from jaxserve.config import ServerSection, TenantLimits, TenantsSection, load_config
 from jaxserve.engine.start import load_engine
 from jaxserve.errors import ConfigError
 from jaxserve.metrics import Metrics
@@ -70,6 +71,10 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
             "StreamGenerate,OK": 2,
             "ListModels,OK": 1,
         },
+    ),
+    "http_requests": (
+        "server",
+        {"/v1/completions,200": 1, "/v1/completions,400": 1, "/health,200": 1, "other,404": 1},
     ),
     "prompt_tokens": ("script", {"": 9 + 3 + 2 + 1}),  # not LATE's
     "output_tokens": ("script", {"": 4 + 8 + 1 + 5}),
@@ -212,7 +217,14 @@ def server() -> Metrics:
 
 
 async def call_each() -> Metrics:
-    async with run_server() as running, connect(running) as client:
+    listening = {"server": ServerSection(port=0, http_port=0)}
+    async with run_server(sections=listening) as running, connect(running) as client:
+        assert running.server.http is not None
+        async with httpx.AsyncClient(base_url=f"http://{running.server.http.address}") as http:
+            for prompt in ("one", 1):
+                await http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+            await http.get("/health")
+            await http.get("/nowhere")
         await client.generate("one", max_tokens=2)
         with pytest.raises(BadRequestError):
             await client.generate("one", temperature=-1.0)
