@@ -25,7 +25,7 @@ from jaxserve.metrics.registry import LATENCY_BUCKETS_S, PREFIX, TOKEN_BUCKETS
 from jaxserve.request import GenerationRequest, SamplingParams
 from jaxserve.runner import programs
 from tests.checkpoint.writers import T1, make_weights, write_hf
-from tests.engines import ask, build_engine, gather, serve
+from tests.engines import ask, build_engine, gather, gather_choices, serve
 from tests.metrics.script import LEVELS, Run, run_script
 from tests.server.credentials import Files, sections, write_keys
 from tests.server.harness import connect, run_server
@@ -89,8 +89,8 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "tenant_output_tokens": ("tenants", {"acme": 2, "other": 4 + 4}),
     "tenant_requests_live": ("script", {"": 3 + 1}),
     "steps": ("device", {"4x1+16": 1, "4x1+8": 2, "4x1+0": 3}),
-    "step_real_tokens": ("device", {"4x1+16": 16, "4x1+8": 4 + 3, "4x1+0": 2 + 1}),
-    "step_padded_tokens": ("device", {"4x1+16": 4, "4x1+8": 8 + 9, "4x1+0": 2 * 3 + 3}),
+    "step_real_tokens": ("device", {"4x1+16": 16, "4x1+8": 4 + 3, "4x1+0": 2 + 2}),
+    "step_padded_tokens": ("device", {"4x1+16": 4, "4x1+8": 8 + 9, "4x1+0": 2 * 3 + 2}),
     "output_programs": ("device", {"4 greedy,greedy": 3, "4 full,full": 2}),
     "compiles": ("device", dict.fromkeys(PROGRAMS, 1)),
     "compile_seconds": ("device", dict.fromkeys(PROGRAMS, 2)),  # of two starts
@@ -98,7 +98,7 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "recompiles": ("device", {"": 1}),
     "sampler_fallbacks": ("device", {"": 2}),
     "masked_tokens": ("device", {}),
-    "scored_tokens": ("device", {}),
+    "scored_tokens": ("device", {"": 2}),
     "useful_rows": ("script", {"": 21}),  # offered less the surplus
     "offered_rows": ("script", {"": 24}),
     # the fake runner builds nothing; a launch takes 1 and a result 0.5
@@ -124,8 +124,8 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "kv_pages_allocated": ("script", {"": 2 + 1 + 2 + 1 + 1 + 2 + 3}),
     "kv_grown_pages": ("script", {"": 3}),  # LONG's in 2 and 6, SHORT's in 12
     "kv_reserved_pages": ("reserving", {"": 1}),
-    "forked_choices": ("script", {}),  # each asks for one
-    "kv_page_copies": ("device", {}),  # nothing plans a copy yet
+    "forked_choices": ("device", {"": 1}),
+    "kv_page_copies": ("device", {"": 1}),  # of the prompt's page: one choice goes on in it
     "overlapped_steps": ("script", {"": 15 - 3}),
     "overlap_waits": ("script", {"pages": 2}),  # before launches 7 and 14
     "bucketed_steps": ("device", {"": 2}),
@@ -186,8 +186,9 @@ def reserving() -> Metrics:
 def device(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     """Two starts, the second from the cache; then one request after the other, and a fault.
 
-    The first is 20 prompt tokens in chunks of 16 and 4, and 3 outputs; the second 3 and 2, with a
-    filter that needs more candidates than the cap. A program takes a second to compile.
+    The first is 20 prompt tokens in chunks of 16 and 4, and 3 outputs; the second 3, which are
+    scored, and two choices of 2, with a filter that needs more candidates than the cap. A program
+    takes a second to compile.
     """
     folder = tmp_path_factory.mktemp("model") / "tiny"
     write_hf(folder, T1, make_weights(T1))
@@ -203,9 +204,16 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
             engine = load_engine(str(folder), config, metrics=metrics)
             gc.collect()  # the first engine's ear for compiles closes with it
     engine.start()
-    wide = SamplingParams(temperature=100.0, top_p=0.99, max_tokens=2, ignore_eos=True)
+    wide = SamplingParams(
+        temperature=100.0,
+        top_p=0.99,
+        max_tokens=2,
+        ignore_eos=True,
+        num_choices=2,
+        prompt_logprobs=0,
+    )
     gather(engine.submit(ask(tuple(range(20)), max_tokens=3, ignore_eos=True)))
-    gather(engine.submit(GenerationRequest(prompt=(1, 2, 3), sampling=wide)))
+    gather_choices(engine.submit(GenerationRequest(prompt=(1, 2, 3), sampling=wide)))
     engine.stop()
     jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
     return metrics
