@@ -19,8 +19,8 @@ ROWS = {
 }
 FAMILIES = {family.name: family for family in Metrics().registry.collect()}
 UNITS = {
-    "requests", "calls", "tokens", "steps", "programs", "rows", "sequences", "prompts", "pages", "streams",
-    "choices", "seconds", "bytes", "0 to 1", "1",
+    "requests", "calls", "tokens", "steps", "programs", "rows", "sequences", "prompts", "pages",
+    "streams", "choices", "seconds", "bytes", "0 to 1", "1",
 }  # fmt: skip
 
 
