@@ -337,3 +337,13 @@ def test_eos_is_the_union_of_all_keys(tmp_path: Path) -> None:
     recipe = GgufRecipe(tokenizer={"eot_token_id": 5, "eom_token_id": 6})
     file = write_gguf(tmp_path / "m.gguf", T1, make_weights(T1), recipe)
     assert GgufSource(file).load_header().eos_ids == {1, 3, 5, 6}
+
+
+def test_a_template_for_tools_is_read_beside_the_default_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    monkeypatch.setattr("tests.checkpoint.writers.CHAT_TEMPLATE", named)
+    file = write_gguf(tmp_path / "tools.gguf", T1, make_weights(T1))
+    tokenizer = GgufSource(file).load_header().tokenizer
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("a", "b")

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.request import ChatMessage, ChatPrompt
 from jaxserve.text.chat import ChatTemplate
+from jaxserve.text.hf_folder import load_tokenizer
 from jaxserve.text.messages import TemplateTraits, build_messages, find_traits
 from jaxserve.text.tokenizer import Tokenizer
 from tests.text.templates import TEMPLATES, chat_tokenizer
@@ -208,3 +210,41 @@ def test_a_text_that_spells_a_mark_is_left_as_it_is() -> None:
         call = {"function": {"name": "add", "arguments": json.dumps({"x": text})}}
         rendered = render(tokenizer, USER, dataclasses.replace(CALL_TURN, tool_calls=(call,)))
         assert json.dumps({"x": text}) in rendered
+
+
+def write_folder(folder: Path, tokenizer: Tokenizer, settings: dict[str, object]) -> Path:
+    files = tokenizer.as_files()
+    (folder / "tokenizer.json").write_text(files["tokenizer.json"])
+    config = json.loads(files["tokenizer_config.json"]) | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_folder_names_its_template_for_tools(tmp_path: Path) -> None:
+    named = [
+        {"name": "tool_use", "template": TEMPLATES["hermes"]},
+        {"name": "default", "template": TEMPLATES["tool_less"]},
+        {"name": "rag", "template": "x"},
+    ]
+    write_folder(tmp_path, chat_tokenizer(None), {"chat_template": named})
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.chat_template, tokenizer.tool_template) == (
+        TEMPLATES["tool_less"],
+        TEMPLATES["hermes"],
+    )
+    (tmp_path / "chat_template.jinja").write_text("{{ 1 }}")
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("{{ 1 }}", None)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ 2 }}")
+    assert load_tokenizer(tmp_path).tool_template == "{{ 2 }}"
+
+
+def test_a_converted_tokenizer_keeps_its_template_for_tools(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(TEMPLATES["tool_less"], tool_template=TEMPLATES["hermes"])
+    again = load_tokenizer(write_folder(tmp_path, tokenizer, {}))
+    assert again.as_files() == tokenizer.as_files()
+    assert (again.chat_template, again.tool_template) == (
+        TEMPLATES["tool_less"],
+        TEMPLATES["hermes"],
+    )
