@@ -363,8 +363,10 @@ class Engine:
         if update.prompt_logprobs:
             live.add_prompt_logprobs(update.prompt_logprobs)
         if update.not_finite:
-            text = f"the logits of output token {choice.num_output} are not finite"
-            self._finish(live.request, NumericsError(f"{text}; report the prompt"))
+            is_scored = not live.request.max_tokens
+            where = "the prompt" if is_scored else f"output token {choice.num_output}"
+            text = f"the logits of {where} are not finite; report the prompt"
+            self._finish(live.request, NumericsError(text))
             return
         if token_id is not None:
             before_s, is_first = choice.last_token_s, live.first_token_s is None

@@ -231,16 +231,16 @@ class Scheduler:
         updates: list[Update] = []
         num_surplus = num_useful = 0
         for chunk in plan.chunks:
-            ids = (chunk.sequence_id, *(fork.sequence_id for fork in chunk.forks))
+            ids: tuple[int, ...] = (chunk.sequence_id,)
+            if chunk.forks:
+                ids += tuple(fork.sequence_id for fork in chunk.forks)
             live = [self._live[id_] for id_ in ids if id_ in self._live]
             num_useful += bool(live)
             if chunk.samples:
                 num_surplus += len(ids) - len(live)
                 new = [self._settle(sequence, result, stopped) for sequence in live]
             else:
-                new = [
-                    update for sequence in live for update in self._settle_prompt(sequence, chunk)
-                ]
+                new = self._settle_prompt(live, chunk)
             if chunk.scoring and (request := self._owners.get(chunk.sequence_id)):
                 scores = tuple(result.prompt_logprobs[chunk.sequence_id])
                 request.num_scored = chunk.scoring.first + len(scores)
@@ -317,11 +317,22 @@ class Scheduler:
     def _get_live(self, request: Request) -> Sequence:
         return next(sequence for sequence in request.sequences if sequence.id in self._live)
 
-    def _settle_prompt(self, sequence: Sequence, chunk: Chunk) -> list[Update]:
+    def _take_scores(self, update: Update, chunk: Chunk, result: StepResult) -> None:
+        """Adds a chunk's part of its prompt's log-probabilities to the request's update."""
+        if chunk.sequence_id in result.not_finite:
+            update.not_finite, update.token_id, update.finish = True, None, None
+            self._ended.add(update.sequence.id)
+            return
+        assert chunk.scoring is not None
+        update.prompt_logprobs = tuple(result.prompt_logprobs[chunk.sequence_id])
+        update.sequence.request.num_scored = chunk.scoring.first + len(chunk.scoring.targets)
+
+    def _settle_prompt(self, live: list[Sequence], chunk: Chunk) -> list[Update]:
         """Ends a request that wants its prompt scored and no more, after the last chunk of it."""
-        request = sequence.request
-        if request.max_tokens or chunk.start + chunk.num_tokens < sequence.num_tokens:
+        if not live or live[0].request.max_tokens:
             return []
-        ended = [other for other in request.sequences if other.id in self._live]
+        if chunk.start + chunk.num_tokens < live[0].num_tokens:
+            return []
+        ended = [other for other in live[0].request.sequences if other.id in self._live]
         self._ended.update(other.id for other in ended)
         return [Update(sequence=other, finish=FinishReason.MAX_TOKENS) for other in ended]
