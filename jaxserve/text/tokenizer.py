@@ -275,17 +275,22 @@ class Tokenizer:
 
     @functools.cached_property
     def has_tools(self) -> bool:
-        """Whether the chat template tells the model of tools."""
-        return self.chat_template is not None and self._tool_traits.renders_tools
+        """Whether the chat template tells the model of tools; a broken one tells nothing."""
+        traits = self._probe()
+        return traits is not None and traits.renders_tools
 
     @property
     def probed_call(self) -> str:
-        """How the chat template renders a call of the probed function; empty where it does not.
+        """How the chat template renders a call of the probed function; empty where it does not."""
+        traits = self._probe()
+        return "" if traits is None else traits.called
 
-        Raises:
-          InvalidRequestError: the template is no valid one.
-        """
-        return "" if self.chat_template is None else self._tool_traits.called
+    def _probe(self) -> TemplateTraits | None:
+        """Returns what is known of conversations with tools; None without a valid template."""
+        try:
+            return None if self.chat_template is None else self._tool_traits
+        except InvalidRequestError:  # each conversation is refused with the reason
+            return None
 
     def _choose_template(self, prompt: ChatPrompt) -> tuple[ChatTemplate, TemplateTraits]:
         """Returns the template for a conversation with its traits.

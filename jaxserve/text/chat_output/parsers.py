@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from jaxserve.errors import InvalidRequestError, UnsupportedError
+from jaxserve.errors import UnsupportedError
 from jaxserve.text.chat_output import hermes, llama3, mistral, qwen_coder
 from jaxserve.text.chat_output.deltas import CallDelta, DeltaSink, OutputDelta
 from jaxserve.text.chat_output.json_call import is_object
@@ -44,17 +44,25 @@ class Parsers:
     Attributes:
       tool: a name of TOOL_MARKERS; empty where calls are not read.
       reasoning: a name of REASONING_MARKERS; empty where it is not read.
+      has_tools: the template tells the model of tools.
       is_tool_form_unknown: how the model writes calls could not be told from its template.
       marker_ids: the special tokens that the parsers must see in the text.
     """
 
     tool: str = ""
     reasoning: str = ""
+    has_tools: bool = True
     is_tool_form_unknown: bool = False
     marker_ids: frozenset[int] = frozenset()
 
     def check_offer(self) -> None:
-        """Raises UnsupportedError where calls of tools could not be read."""
+        """Raises UnsupportedError where tools could not be told of, or their calls not be read."""
+        if not self.has_tools:
+            raise UnsupportedError(
+                "tools are offered, but this model's chat template has no place for them; leave "
+                "them out, or set model.chat_template",
+                field="chat.tools",
+            )
         if self.is_tool_form_unknown:
             raise UnsupportedError(
                 "tools are offered, but the form in which this model writes its calls is not "
@@ -151,23 +159,17 @@ def find_parsers(tokenizer: Tokenizer, *, tool: str = "auto", reasoning: str = "
       reasoning: likewise, of REASONING_MARKERS.
     """
     template = tokenizer.tool_template or tokenizer.chat_template or ""
-    found = _find_tool_form(_probe(tokenizer)) if tool == "auto" else ""
+    found = _find_tool_form(tokenizer.probed_call) if tool == "auto" else ""
     tool_name = {"auto": found, "none": "", "qwen": "hermes"}.get(tool, tool)
     reasoning_name = {"auto": _find_reasoning(template), "none": ""}.get(reasoning, reasoning)
     markers = {*TOOL_MARKERS.get(tool_name, ()), *REASONING_MARKERS.get(reasoning_name, ())}
     return Parsers(
         tool=tool_name,
         reasoning=reasoning_name,
+        has_tools=tokenizer.has_tools,
         is_tool_form_unknown=tool == "auto" and not found,
         marker_ids=tokenizer.find_special_ids(markers),
     )
-
-
-def _probe(tokenizer: Tokenizer) -> str:
-    try:
-        return tokenizer.probed_call
-    except InvalidRequestError:  # each conversation will be refused with the reason
-        return ""
 
 
 def _find_tool_form(rendered: str) -> str:

@@ -50,6 +50,13 @@ def test_a_model_without_a_template_or_with_a_broken_one_has_no_parsers() -> Non
     assert find_parsers(chat_tokenizer("{% if %}")).tool == ""
 
 
+def test_tools_are_refused_where_the_template_has_no_place_for_them() -> None:
+    for template in (TEMPLATES["tool_less"], "{% if %}", None):
+        found = find_parsers(chat_tokenizer(template), tool="hermes")
+        with pytest.raises(UnsupportedError, match=r"no place for them.* set model\.chat_template"):
+            found.check_offer()
+
+
 def test_tools_are_refused_where_calls_could_not_be_read() -> None:
     unknown = find_parsers(chat_tokenizer(TEMPLATES["other"]))
     with pytest.raises(UnsupportedError, match=r"set model\.tool_parser"):
