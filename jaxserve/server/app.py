@@ -162,7 +162,12 @@ class Server:
             interceptors=[GuardInterceptor(self._edge), UndecodableInterceptor(self._edge)],
             maximum_concurrent_rpcs=num_calls,
         )
-        generation = GenerationServicer(self.door.get_engine, self._edge, self.door.threads)
+        generation = GenerationServicer(
+            self.door.get_engine,
+            self._edge,
+            self.door.threads,
+            form_threads=self.door.form_threads,
+        )
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         models = ModelServicer(self.door.get_engine, self._edge)
         model_pb2_grpc.add_ModelServiceServicer_to_server(models, server)

@@ -15,6 +15,7 @@ from jaxserve.server.open_calls import OpenCalls
 from jaxserve.server.tls import Certificates
 
 NUM_THREADS: Final = 4  # that read and tokenize long requests
+NUM_FORM_THREADS: Final = 4  # where requests wait until their grammars are compiled
 
 
 class Door:
@@ -24,6 +25,8 @@ class Door:
       credentials: keys, tenants and certificates in force.
       open_calls: of all front ends together; for the event loop they run on.
       threads: for work that would hold up the event loop.
+      form_threads: for requests whose output has a form: a stranger's grammar may take seconds,
+        which nobody else shall wait.
       drain: begins to end the process as SIGTERM does, within a grace in seconds, or as the
         configuration says for None; None where nobody listens.
       started_s: when the process came up, in seconds since 1970.
@@ -43,6 +46,7 @@ class Door:
         self.credentials = Credentials(config, metrics, read_config=read_config)
         self.open_calls = OpenCalls(config.limits)
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="jaxserve-text")
+        self.form_threads = ThreadPoolExecutor(NUM_FORM_THREADS, thread_name_prefix="jaxserve-form")
         self.drain: Callable[[float | None], None] | None = None
         self.started_s = time.time()
         self._engine: Engine | None = None
@@ -77,3 +81,4 @@ class Door:
     def close(self) -> None:
         """Lets the threads end when their work is done."""
         self.threads.shutdown(wait=False)
+        self.form_threads.shutdown(wait=False)

@@ -33,15 +33,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Holds nothing of a request once its call is over."""
 
     def __init__(
-        self, get_engine: Callable[[], Engine], edge: Edge, threads: ThreadPoolExecutor
+        self,
+        get_engine: Callable[[], Engine],
+        edge: Edge,
+        threads: ThreadPoolExecutor,
+        *,
+        form_threads: ThreadPoolExecutor,
     ) -> None:
         """Args:
         get_engine: raises NotServingError until there is one.
         threads: for work that would hold up the event loop.
+        form_threads: for requests whose output has a form.
         """
         self._get_engine = get_engine
         self._edge = edge
         self._threads = threads
+        self._form_threads = form_threads
         self._scores: dict[tuple[str, str], ScoreCall] = {}  # that run, by tenant and id
 
     @override
@@ -201,7 +208,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
         if _is_quick(message):
             return submit()
-        return await submit_in_thread(self._threads, submit, stream_of=lambda opened: opened[0])
+        threads = self._form_threads if _has_form(message) else self._threads
+        return await submit_in_thread(threads, submit, stream_of=lambda opened: opened[0])
 
     @contextlib.contextmanager
     def _scoring(self, call: ScoreCall, tenant: str, request_id: str) -> Iterator[None]:
@@ -220,6 +228,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _in_thread[T](self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+def _has_form(message: generation_pb2.GenerateRequest) -> bool:
+    """Whether a grammar is to be compiled: of a form, or of the calls that are demanded."""
+    return message.HasField("structured_output") or message.chat.HasField("tool_choice")
 
 
 def _is_quick(message: generation_pb2.GenerateRequest) -> bool:

@@ -14,7 +14,7 @@ from jaxserve.text.grammar_engine import Vocabulary, build_tokenizer, open_match
 from jaxserve.text.grammar_trial import Trial
 
 STACK_BYTES: Final = 16 << 20  # four times what the trial's process has
-MAX_WAIT_S: Final = 10.0
+MAX_WAIT_S: Final = 5.0
 CACHE_ENTRIES: Final = 16  # each may come to hold 30 MB of lexer states
 CACHE_BYTES: Final = 1 << 20
 MAX_REFUSED: Final = 256

@@ -312,7 +312,9 @@ async def test_a_call_that_ends_before_its_first_event_is_read() -> None:
     async with run_server(steps) as running:
         edge = Edge(running.engine.config.limits, running.engine.metrics)
         with ThreadPoolExecutor(1) as threads:
-            servicer = GenerationServicer(lambda: running.engine, edge, threads)
+            servicer = GenerationServicer(
+                lambda: running.engine, edge, threads, form_threads=threads
+            )
             with pytest.raises(asyncio.CancelledError):
                 await servicer.Generate(ask("unary"), Gone())  # type: ignore[arg-type]
             with pytest.raises(asyncio.CancelledError):

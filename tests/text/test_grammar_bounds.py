@@ -216,6 +216,43 @@ def test_who_waits_too_long_is_told_to_come_again(
     assert compiler.compile(source_of("a"), field="").matcher is kept.matcher
 
 
+def test_a_system_without_threads_is_a_full_queue(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    before = threading.stack_size()
+    with pytest.raises(QueueFullError, match="can't start new thread"):
+        compiler.compile(source_of("a"), field="")
+    assert threading.stack_size() == before
+
+
+def test_a_compiler_that_breaks_refuses_the_grammar(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "open_matcher", lambda *_: 1 // 0)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with pytest.raises(BadGrammarError, match="breaks its compiler") as caught:
+        compiler.compile(source_of("a"), field="the field")
+    assert caught.value.field == "the field"
+
+
+def test_closing_ends_the_process_and_a_new_grammar_begins_another() -> None:
+    constraints = build_constraints(TOKENIZER)
+    constraints.close()  # nothing to end
+    open_constraint(constraints, GOOD)
+    compiler = constraints._compiler
+    assert compiler is not None
+    process = compiler._trial._process
+    assert process is not None
+    constraints.close()
+    assert process.returncode is not None
+    open_constraint(constraints, regex("another"))
+    constraints.close()
+
+
 def test_other_threads_keep_their_stack(compiler: GrammarCompiler) -> None:
     before = threading.stack_size()
     compiler.compile(source_of("a"), field="")

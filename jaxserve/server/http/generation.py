@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final
 
 from jaxserve.engine import Engine, Event, Finished, Stream
@@ -76,14 +76,25 @@ class GenerationEndpoint:
             opened.cancel()
 
     async def _open(self, engine: Engine, call: Call, body: bytes) -> Opened:
-        def submit() -> Opened:
+        def read() -> Asked:
             with counting_refusals(self._door):
-                asked = read_asked(self._url, _parse(body), engine=engine)
+                return read_asked(self._url, _parse(body), engine=engine)
+
+        is_short = len(body) <= INLINE_BYTES and self._url == "/v1/completions"
+        asked = read() if is_short else await self._in_thread(read)
+
+        def submit() -> Opened:
             return Opened(asked=asked, streams=_submit(engine, call, asked))
 
-        if len(body) <= INLINE_BYTES and self._url == "/v1/completions" and not _is_slow(body):
+        threads = self._door.threads
+        if any(request.structured_output for request in asked.requests):
+            threads = self._door.form_threads
+        elif is_short and not any(request.sampling.bad_words for request in asked.requests):
             return submit()
-        return await submit_in_thread(self._door.threads, submit, stream_of=lambda opened: opened)
+        return await submit_in_thread(threads, submit, stream_of=lambda opened: opened)
+
+    async def _in_thread[T](self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._door.threads, call)
 
 
 def _parse(body: bytes) -> object:
@@ -91,11 +102,6 @@ def _parse(body: bytes) -> object:
         return parse_json(body)
     except ValueError as error:
         raise InvalidRequestError(f"the body is not JSON: {error}") from error
-
-
-def _is_slow(body: bytes) -> bool:
-    """Whether something may be in it that takes long to prepare: a form, or words to be avoided."""
-    return any(word in body for word in (b"_format", b"structured", b"guided", b"bad_words"))
 
 
 def _submit(engine: Engine, call: Call, asked: Asked) -> list[Stream]:
