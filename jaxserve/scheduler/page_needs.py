@@ -20,7 +20,7 @@ class PageNeeds:
 
     def num_needed(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages to take before a running sequence's next tokens are written."""
-        if self.writes_shared(sequence):
+        if self._pool.num_repeated_tokens and self.writes_shared(sequence):
             return 1  # only a choice just forked does, and its next token fits into that page
         return self._num_lacking(sequence, sequence.num_computed + num_tokens)
 
@@ -29,14 +29,14 @@ class PageNeeds:
 
     def writes_shared(self, sequence: Sequence) -> bool:
         """Whether the next token belongs into a part-filled page that other choices read."""
-        if not self._pool.num_repeated_tokens:  # nothing is shared
-            return False
         index, place = divmod(sequence.num_computed, self._pool.page_size)
         return place > 0 and self._pool.is_shared(sequence.pages[index])
 
     def num_promised(self, sequence: Sequence) -> int:
         """Pages that a running sequence and its forks will take for what they owe already."""
         num_own = self._num_lacking(sequence, sequence.num_tokens)
+        if len(sequence.request.sequences) == 1:
+            return num_own
         return num_own + self.writes_shared(sequence) + self._num_fork_pages(sequence)
 
     def _num_fork_pages(self, sequence: Sequence) -> int:

@@ -137,16 +137,17 @@ class Planner:
         What is pending comes with a retire, and what ends in flight soon after: then nobody is
         preempted, the sequence misses a step.
         """
-        if not self._needs.num_needed(sequence, num_tokens):
+        num_needed = self._needs.num_needed(sequence, num_tokens)
+        if not num_needed:
             return ()
         if step.pages_are_short:
             return None
-        while self._needs.num_needed(sequence, num_tokens) > self._needs.num_coming():
+        while num_needed > self._pool.num_free and num_needed > self._needs.num_coming():
             victim = self.running.get_victim()
             self.preempt(victim)
             if victim is sequence:
                 return None
-        num_needed = self._needs.num_needed(sequence, num_tokens)  # a victim may have shared a page
+            num_needed = self._needs.num_needed(sequence, num_tokens)  # it may have shared a page
         if num_needed > self._pool.num_free:
             step.pages_are_short = True
             step.waits_for = "pages"
@@ -237,13 +238,13 @@ class Planner:
             self._replace_page(sequence, num_before, *new_pages, step=step)
         else:
             sequence.pages += new_pages
-        will_sample = sequence.num_computed + num_tokens == sequence.num_tokens
+        has_forks = num_kept_rows(sequence) > 0 and num_tokens == sequence.num_owed
         step.add(
             sequence,
             num_tokens,
             new_pages=new_pages,
             num_pages_before=num_before,
-            forks=self._fork(sequence, step) if will_sample and num_kept_rows(sequence) else (),
+            forks=self._fork(sequence, step) if has_forks else (),
         )
         sequence.last_step = self._next_step
 

@@ -87,6 +87,8 @@ def find_unforked(sequence: Sequence) -> list[Sequence]:
 
 def num_kept_rows(sequence: Sequence) -> int:
     """Returns how many rows are kept for forks of a sequence; none where nothing is sampled."""
+    if len(sequence.request.sequences) == 1:
+        return 0
     return len(find_unforked(sequence)) if sequence.request.max_tokens else 0
 
 

@@ -231,21 +231,16 @@ class Scheduler:
         updates: list[Update] = []
         num_surplus = num_useful = 0
         for chunk in plan.chunks:
-            ids: tuple[int, ...] = (chunk.sequence_id,)
-            if chunk.forks:
-                ids += tuple(fork.sequence_id for fork in chunk.forks)
-            live = [self._live[id_] for id_ in ids if id_ in self._live]
+            live = self._find_live(chunk)
             num_useful += bool(live)
             if chunk.samples:
-                num_surplus += len(ids) - len(live)
+                num_surplus += 1 + len(chunk.forks) - len(live)
                 new = [self._settle(sequence, result, stopped) for sequence in live]
             else:
                 new = self._settle_prompt(live, chunk)
             if chunk.scoring and (request := self._owners.get(chunk.sequence_id)):
-                scores = tuple(result.prompt_logprobs[chunk.sequence_id])
-                request.num_scored = chunk.scoring.first + len(scores)
                 new = new or [Update(sequence=self._get_live(request))]
-                new[0].prompt_logprobs = scores
+                self._take_scores(new[0], chunk, result)
             updates += new
         self._metrics.useful_rows.inc(num_useful)
         if num_surplus:
@@ -313,6 +308,15 @@ class Scheduler:
             finish=finish,
             logprobs=result.logprobs.get(sequence.id),
         )
+
+    def _find_live(self, chunk: Chunk) -> list[Sequence]:
+        """Returns those of a chunk's choices that have not ended."""
+        first = self._live.get(chunk.sequence_id)
+        live = [] if first is None else [first]
+        if not chunk.forks:
+            return live
+        ids = [fork.sequence_id for fork in chunk.forks]
+        return live + [self._live[id_] for id_ in ids if id_ in self._live]
 
     def _get_live(self, request: Request) -> Sequence:
         return next(sequence for sequence in request.sequences if sequence.id in self._live)

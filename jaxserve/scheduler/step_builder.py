@@ -68,7 +68,7 @@ class StepBuilder:
         sequence: Sequence,
         num_tokens: int,
         *,
-        new_pages: Iterable[int] = (),
+        new_pages: tuple[int, ...] = (),
         num_pages_before: int = 0,
         forks: Iterable[Sequence] = (),
     ) -> None:
@@ -82,7 +82,8 @@ class StepBuilder:
         request, start = sequence.request, sequence.num_computed
         end = start + num_tokens
         num_known = len(request.prompt) + len(sequence.output)
-        samples = end == sequence.num_tokens and request.max_tokens > 0
+        pays_all = end == sequence.num_tokens
+        samples = pays_all and request.max_tokens > 0
         chunk = Chunk(
             sequence_id=sequence.id,
             row=sequence.row,
@@ -92,15 +93,17 @@ class StepBuilder:
             samples=samples,
             output_index=len(sequence.output) + sequence.num_in_flight if samples else 0,
             prompt_len=len(request.prompt),
-            new_pages=tuple(new_pages),
+            new_pages=new_pages,
             num_pages_before=num_pages_before,
-            forks=tuple(_fork(other) for other in forks),
+            forks=tuple(map(_fork, forks)),
             is_masked=request.is_masked and samples,
             num_top=request.sampling.logprobs if samples else None,
-            scoring=_score(sequence, start, end),
+            scoring=None
+            if request.sampling.prompt_logprobs is None
+            else _score(sequence, start, end),
         )
         self._spend(chunk)
-        if start == 0 and end < sequence.num_tokens and not sequence.num_preemptions:
+        if start == 0 and not pays_all and not sequence.num_preemptions:
             self.num_chunked_prompts += 1
         if start < sequence.num_lost:
             self.num_recomputed += min(end, sequence.num_lost) - start
