@@ -166,6 +166,15 @@ async def test_what_is_too_large_for_one_message_comes_in_several() -> None:
             assert (await client.generate("x", max_tokens=1)).usage.completion_tokens == 1
 
 
+async def test_a_position_that_fits_no_message_ends_the_stream_by_the_limits_name() -> None:
+    bounds = LimitsSection(max_message_bytes=150)
+    async with run_server(bounds=bounds) as running, connect(running) as client:
+        with pytest.raises(BadRequestError, match="limit of a message is 150"):
+            async for _ in client.stream((1, 2), max_tokens=2, logprobs=20):
+                pass
+        await client.generate("x", max_tokens=1, logprobs=0)
+
+
 async def test_a_far_too_large_answer_is_given_up_while_it_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -329,7 +329,7 @@ def test_gathered_logprobs_are_sent_before_they_grow_too_large() -> None:
     events = [
         Delta(index=0, text="a", token_ids=(n,), logprobs=(entry(n, num_top=5),)) for n in range(40)
     ]
-    messages = ask(replies, STARTED, *events, FINISHED)
+    messages = ask(replies, STARTED, *events)  # before the end
     assert len(deltas_of(messages)) > 4
     assert all(message.ByteSize() < 1100 for message in messages)
 
@@ -363,6 +363,22 @@ def test_reasoning_and_calls_are_taken_out_of_the_text(size: int, max_bytes: int
     assert choice.finish_reason == generation_pb2.FINISH_REASON_TOOL_CALLS
     begun = [call for delta in deltas_of(messages) for call in delta.tool_calls if call.name]
     assert [(call.index, call.id) for call in begun] == [(0, "call-0")]
+
+
+def test_what_could_have_been_a_call_is_text_at_the_end() -> None:
+    replies = build(generation_pb2.OutputOptions(), interval=1, chat=open_chat())
+    end = dataclasses.replace(FINISHED, reason=FinishReason.MAX_TOKENS, matched_stop=None)
+    messages = ask(replies, STARTED, delta("See <tool_", 1), end)
+    assert [delta.text for delta in deltas_of(messages)] == ["See", " <tool_"]
+    assert kinds(messages)[-2:] == ["delta", "finish"]
+
+
+def test_a_stop_token_after_a_call_is_no_matched_stop() -> None:
+    end = dataclasses.replace(FINISHED, reason=FinishReason.STOP, matched_stop=7)
+    replies = build(generation_pb2.OutputOptions(), interval=1, chat=open_chat())
+    *_, last = ask(replies, STARTED, delta(ANSWER, 1), end)
+    assert last.finish.reason == generation_pb2.FINISH_REASON_TOOL_CALLS
+    assert last.finish.WhichOneof("matched_stop") is None
 
 
 def test_an_output_that_a_limit_cut_did_not_end_for_its_calls() -> None:

@@ -182,6 +182,15 @@ async def test_tools_whose_calls_cannot_be_read_are_refused() -> None:
         assert (await client.generate(ChatPrompt(messages=(USER,)), max_tokens=1)).text == "x"
 
 
+async def test_tools_for_a_model_whose_calls_have_an_unknown_form_are_refused() -> None:
+    """Its template takes them, so the model would write calls that nobody reads."""
+    template = TOOL_TEMPLATE.replace("tool_call>", "strange_call>")
+    async with run("x", chat_template=template) as running, connect(running) as client:
+        with pytest.raises(NotSupportedError, match=r"model\.tool_parser") as caught:
+            await client.generate(ASKED)
+        assert caught.value.field == "chat.tools_json"
+
+
 async def test_the_parsers_are_the_models_facts() -> None:
     async with run("x") as running, connect(running) as client:
         (model,) = await client.models()
