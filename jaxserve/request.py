@@ -40,8 +40,8 @@ class SamplingParams:
       ignore_eos: EOS is an ordinary token.
       include_stop_text: leave the matched stop in the text.
       skip_special_tokens: leave special tokens out of the text.
-      kept_special_ids: special tokens that are left in it all the same: they mark tool calls and
-        reasoning, and who reads the text takes them out.
+      kept_special_ids: special tokens that are left in it all the same, each with a mark before it:
+        they frame tool calls and reasoning, and who reads the text takes them and the marks out.
       num_choices: outputs to write, each with noise of its own; ≥ 1.
       logprobs: alternatives to report with each output token; 0 is the token's own alone, None is
         nothing.

@@ -132,7 +132,7 @@ class Stream:
           index: the choice that it belongs to.
           logprobs: of this token; None where none are asked for.
         """
-        num_bytes = TOKEN_BYTES + (len(text.encode()) if text else 0)
+        num_bytes = TOKEN_BYTES + (len(text.encode("utf-8", "surrogatepass")) if text else 0)
         if logprobs is not None:
             num_bytes += logprobs_bytes((logprobs,))
         with self._changed:
@@ -182,7 +182,6 @@ class Stream:
         """
         with self._changed:
             self._unread = [Unread() for _ in self._decoders]
-            self._ready.clear()
             self._prompt_logprobs = ()
             self._num_bytes = self._num_start_bytes = 0
             self._is_given_up = True

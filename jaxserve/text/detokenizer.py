@@ -2,8 +2,13 @@
 
 import codecs
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from jaxserve.text.tokenizer import Tokenizer
+
+# Before each special token that is kept: half a surrogate pair, which no bytes decode to. So what a
+# token says is told from text that spells it.
+SPECIAL_MARK: Final = "\udc00"
 
 
 class Detokenizer:
@@ -28,27 +33,33 @@ class Detokenizer:
         prompt: Sequence[int] | None = None,
     ) -> None:
         """Args:
-        kept_special_ids: are text even where special tokens are skipped.
+        kept_special_ids: are text even where special tokens are skipped, each after SPECIAL_MARK.
         prompt: the ids that the output continues; None if they are some text.
         """
         self._tokenizer = tokenizer
         opens_text = prompt is not None and not tokenizer.has_text(prompt)
         self._opens_with = b" " if opens_text and tokenizer.strips_first_space else b""
         skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._marked = kept_special_ids
         self._skipped = skipped - kept_special_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._separator = b""
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Returns the text that these ids complete; unknown ids give none."""
+        texts: list[str] = []
         pieces: list[bytes] = []
         for token_id in token_ids:
             piece = b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)
             if piece:
                 piece, self._opens_with = piece.removeprefix(self._opens_with), b""
-                pieces += (self._separator, piece)
+                pieces.append(self._separator)
+                if token_id in self._marked:
+                    texts += (self._decoder.decode(b"".join(pieces), final=True), SPECIAL_MARK)
+                    pieces = []
+                pieces.append(piece)
                 self._separator = self._tokenizer.separator
-        return self._decoder.decode(b"".join(pieces))
+        return "".join([*texts, self._decoder.decode(b"".join(pieces))])
 
     def flush(self) -> str:
         """Returns U+FFFD for bytes still held; the output ends here."""

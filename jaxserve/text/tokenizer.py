@@ -268,10 +268,11 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id) if 0 <= token_id < NUM_UINT32 else None
         return b"" if token is None else self._rules.spell(token)
 
-    def find_special_ids(self, texts: Iterable[str]) -> frozenset[int]:
-        """Returns the ids of those texts that are special tokens."""
+    def find_specials(self, texts: Iterable[str]) -> dict[str, int]:
+        """Returns those texts that are special tokens, with their ids."""
         wanted = set(texts)
-        return frozenset(id for id in self.special_ids if self._added[id] in wanted)
+        found = {self._added[id]: id for id in self.special_ids}
+        return {text: id for text, id in found.items() if text in wanted}
 
     @functools.cached_property
     def has_tools(self) -> bool:

@@ -7,11 +7,13 @@ import pytest
 
 from jaxserve.engine import Engine
 from jaxserve.request import FinishReason, SamplingParams
+from jaxserve.text.detokenizer import SPECIAL_MARK
 from tests.engines import Output, ask, build_engine, gather, serve
 from tests.fakes import EOS_ID, FakeRunner, Script, expected_output, say
 
 PROMPT = tuple(b"q")
 HELLO = [*b"hello world", EOS_ID]
+PAD_ID = EOS_ID + 1
 FAMILY = "a👨‍👩‍👧b"
 
 
@@ -137,6 +139,19 @@ def test_a_stop_string_cuts_the_text_exactly(stops: tuple[str, ...], include: bo
         if stop:  # ids and usage end with the token that completed it
             shown, _ = cut_at_the_first_stop(text, stops, True)
             assert output.token_ids == list(shown.encode())
+
+
+@pytest.mark.parametrize("stops", [(), ("zz",), ("<pad>",)])
+def test_a_kept_special_token_is_text_after_a_mark_with_and_without_stops(
+    stops: tuple[str, ...],
+) -> None:
+    output = answer(
+        say({PROMPT: [*b"ab", PAD_ID, *b"c", EOS_ID]}),
+        stop_strings=stops,
+        kept_special_ids=frozenset({PAD_ID}),
+    )
+    is_cut = stops == ("<pad>",)
+    assert output.text == f"ab{SPECIAL_MARK}{'' if is_cut else '<pad>c'}"
 
 
 def test_a_stop_that_is_never_completed_is_released_at_max_tokens() -> None:

@@ -6,10 +6,11 @@ import random
 import pytest
 
 from jaxserve.checkpoint.registry import find_model
-from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.detokenizer import SPECIAL_MARK, Detokenizer
 from jaxserve.text.stops import StopMatcher
 from jaxserve.text.tokenizer import Tokenizer
 from tests.text.vocabularies import (
+    IM_END,
     byte_tokenizer,
     sentencepiece_backend,
     sentencepiece_tokenizer,
@@ -109,6 +110,22 @@ def test_special_tokens_show_only_where_asked() -> None:
     ids = tokenizer.encode("<s>hello</s>")
     assert "".join(stream(tokenizer, ids)) == "hello"
     assert "".join(stream(tokenizer, ids, skip=False)) == "<s>hello</s>"
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_a_kept_special_token_has_a_mark_before_it(skip: bool, size: int) -> None:
+    tokenizer = byte_tokenizer()
+    kept = frozenset({IM_END})
+    decoder = Detokenizer(tokenizer, skip, kept_special_ids=kept)
+    cut = tokenizer.encode("é")[:1]  # the first byte of a character that goes no further
+    ids = [*tokenizer.encode("<s>h<|im_end|>"), *cut, IM_END, *tokenizer.encode("i")]
+    pieces = [decoder.push(batch) for batch in itertools.batched(ids, size)]
+    mark = SPECIAL_MARK + "<|im_end|>"
+    wanted = f"{'' if skip else '<s>'}h{mark}\ufffd{mark}i"
+    assert "".join([*pieces, decoder.flush()]) == wanted
+    with pytest.raises(UnicodeEncodeError):
+        SPECIAL_MARK.encode()  # so that no bytes decode to it
 
 
 def test_a_sentencepiece_output_keeps_the_space_it_begins_with() -> None:

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Callable
 
+from jaxserve.text.detokenizer import SPECIAL_MARK
+
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class ContentDelta:
@@ -40,7 +42,10 @@ OutputDelta = ContentDelta | ReasoningDelta | CallDelta
 
 
 class DeltaSink:
-    """Gathers what parsers find; pieces of one kind that follow each other are one delta."""
+    """Gathers what parsers find; pieces of one kind that follow each other are one delta.
+
+    What was read may hold marks of special tokens; what comes out does not.
+    """
 
     def __init__(self, make_id: Callable[[], str]) -> None:
         self._make_id = make_id
@@ -48,6 +53,7 @@ class DeltaSink:
         self.num_calls = 0
 
     def add_content(self, text: str) -> None:
+        text = text.replace(SPECIAL_MARK, "")
         match self._deltas:
             case [*_, ContentDelta(text=before)] if text:
                 self._deltas[-1] = ContentDelta(text=before + text)
@@ -55,6 +61,7 @@ class DeltaSink:
                 self._deltas.append(ContentDelta(text=text))
 
     def add_reasoning(self, text: str) -> None:
+        text = text.replace(SPECIAL_MARK, "")
         match self._deltas:
             case [*_, ReasoningDelta(text=before)] if text:
                 self._deltas[-1] = ReasoningDelta(text=before + text)
@@ -63,12 +70,14 @@ class DeltaSink:
 
     def open_call(self, name: str) -> None:
         """Begins the next call; its arguments follow."""
+        name = name.replace(SPECIAL_MARK, "")
         self._deltas.append(CallDelta(index=self.num_calls, id=self._make_id(), name=name))
         self.num_calls += 1
 
     def add_arguments(self, text: str) -> None:
         """Adds to the newest call's arguments."""
         index = self.num_calls - 1
+        text = text.replace(SPECIAL_MARK, "")
         match self._deltas:
             case [*_, CallDelta(name="", arguments=before)] if text:
                 self._deltas[-1] = CallDelta(index=index, arguments=before + text)

@@ -6,6 +6,7 @@ from typing import Final
 from jaxserve.text.chat_output.deltas import DeltaSink
 from jaxserve.text.chat_output.gap import Gap, split_whitespace
 from jaxserve.text.chat_output.json_call import JsonCall, Status
+from jaxserve.text.chat_output.reader import Spell
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
@@ -25,10 +26,11 @@ class HermesReader:
     inside its block is content without the closing marker.
     """
 
-    def __init__(self, sink: DeltaSink) -> None:
+    def __init__(self, sink: DeltaSink, spell: Spell) -> None:
         self._sink = sink
+        self._open, self._close = spell(OPEN), spell(CLOSE)
         self._place = _Place.TEXT
-        self._gap = Gap(sink, (OPEN,), is_after_call=False)
+        self._gap = Gap(sink, (self._open,), is_after_call=False)
         self._call = JsonCall(sink)
         self._held: list[str] = []  # what stands before the call, while it may be none
 
@@ -55,10 +57,10 @@ class HermesReader:
 
     def _read_text(self, text: str) -> str:
         marker, rest = self._gap.push(text)
-        if marker == OPEN:
-            self._place, self._held = _Place.OPENED, [self._gap.layout, OPEN]
-        elif marker == CLOSE:
-            self._gap = Gap(self._sink, (OPEN,), is_after_call=True)
+        if marker == self._open:
+            self._place, self._held = _Place.OPENED, [self._gap.layout, self._open]
+        elif marker == self._close:
+            self._gap = Gap(self._sink, (self._open,), is_after_call=True)
         return rest
 
     def _read_layout(self, text: str) -> str:
@@ -68,10 +70,10 @@ class HermesReader:
             self._place, self._call = _Place.CALL, JsonCall(self._sink)
         elif rest and self._place is _Place.OPENED:
             self._give_held()
-            self._go_on((OPEN,))
+            self._go_on((self._open,))
         elif rest:
             rest = "".join([*self._held, rest])
-            self._go_on((CLOSE, OPEN), is_after_call=True)
+            self._go_on((self._close, self._open), is_after_call=True)
         return rest
 
     def _read_call(self, text: str) -> str:
@@ -80,11 +82,11 @@ class HermesReader:
             self._place, self._held = _Place.AFTER, []
         elif self._call.status is Status.BROKEN:
             # a block that holds a call is closed by a marker; else the marker is content as well
-            is_block = self._call.is_open or OPEN not in self._held
+            is_block = self._call.is_open or self._open not in self._held
             if not self._call.is_open:
                 self._give_held()
                 self._sink.add_content(self._call.held)
-            self._go_on((CLOSE, OPEN) if is_block else (OPEN,))
+            self._go_on((self._close, self._open) if is_block else (self._open,))
         return rest
 
     def _give_held(self) -> None:

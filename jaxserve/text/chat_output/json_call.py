@@ -8,6 +8,7 @@ from typing import Final
 
 from jaxserve.text.chat_output.deltas import DeltaSink
 from jaxserve.text.chat_output.gap import WHITESPACE
+from jaxserve.text.detokenizer import SPECIAL_MARK
 
 # What is held of a call before its name is known; more is no call.
 MAX_HELD: Final = 1 << 16
@@ -16,8 +17,9 @@ _NAME_KEYS: Final = frozenset({"name"})
 _ARGUMENTS_KEYS: Final = frozenset({"arguments", "parameters"})
 # Beside them in calls that nothing marks.
 _OTHER_KEYS: Final = frozenset({"type", "id"})
-_STRING_RUN: Final = re.compile(r'[^"\\]+')
-_OUTSIDE_RUN: Final = re.compile(r'[^"{}\[\]<]+')
+# A special token's mark ends every run: no call goes on after it.
+_STRING_RUN: Final = re.compile(rf'[^"\\{SPECIAL_MARK}]+')
+_OUTSIDE_RUN: Final = re.compile(rf'[^"{{}}\[\]<{SPECIAL_MARK}]+')
 _SCALAR_RUN: Final = re.compile(r"[-+.\w]+")
 
 
@@ -30,7 +32,8 @@ class Status(enum.Enum):
 class ValueScanner:
     """Finds the end of a JSON object or list: brackets are counted, strings are skipped.
 
-    Outside of a string "<" breaks it: there it is never JSON, and it may begin a marker.
+    A special token breaks it, and so does "<" outside of a string: there it is never JSON, and it
+    may begin a marker.
     """
 
     def __init__(self) -> None:
@@ -42,7 +45,7 @@ class ValueScanner:
     def feed(self, text: str, at: int) -> int:
         """Reads from `at`; returns where it stopped, which is the end unless it has a status."""
         while at < len(text) and self.status is Status.READING:
-            if self._is_escaped:
+            if self._is_escaped and text[at] != SPECIAL_MARK:
                 self._is_escaped = False
                 at += 1
                 continue
@@ -54,7 +57,7 @@ class ValueScanner:
 
     def _take(self, char: str) -> int:
         match char:
-            case "\\":
+            case "\\" if self._is_string:
                 self._is_escaped = True
             case '"':
                 self._is_string = not self._is_string
@@ -204,6 +207,9 @@ class JsonCall:
         return end
 
     def _read_string(self, text: str, at: int) -> int:
+        if text[at] == SPECIAL_MARK:
+            self.status = Status.BROKEN
+            return at
         if self._is_escaped:
             self._is_escaped = False
             self._pieces.append(text[at])

@@ -7,6 +7,7 @@ from typing import Final
 from jaxserve.text.chat_output.deltas import DeltaSink
 from jaxserve.text.chat_output.gap import WHITESPACE, Gap, split_whitespace
 from jaxserve.text.chat_output.json_call import JsonCall, Status
+from jaxserve.text.chat_output.reader import Spell
 
 TAG: Final = "<|python_tag|>"
 
@@ -25,11 +26,12 @@ class Llama3Reader:
     was offered counts: an answer may be a JSON object too.
     """
 
-    def __init__(self, sink: DeltaSink, *, names: Collection[str]) -> None:
+    def __init__(self, sink: DeltaSink, spell: Spell, *, names: Collection[str]) -> None:
         self._sink = sink
+        self._tag = spell(TAG)
         self._names = names
         self._place = _Place.START
-        self._gap = Gap(sink, (TAG,), is_after_call=False)
+        self._gap = Gap(sink, (self._tag,), is_after_call=False)
         self._call = JsonCall(sink)
         self._held: list[str] = []  # what stands before the call, while it may be none
 
@@ -93,4 +95,4 @@ class Llama3Reader:
 
     def _go_on(self, *, is_after_call: bool = False) -> None:
         self._place, self._held = _Place.TEXT, []
-        self._gap = Gap(self._sink, (TAG,), is_after_call=is_after_call)
+        self._gap = Gap(self._sink, (self._tag,), is_after_call=is_after_call)

@@ -7,6 +7,7 @@ from typing import Final, Literal
 from jaxserve.text.chat_output.deltas import DeltaSink
 from jaxserve.text.chat_output.gap import WHITESPACE, Gap, split_whitespace
 from jaxserve.text.chat_output.json_call import JsonCall, Status, ValueScanner
+from jaxserve.text.chat_output.reader import Spell
 
 OPEN: Final = "[TOOL_CALLS]"
 CALL_ID: Final = "[CALL_ID]"
@@ -31,15 +32,16 @@ class MistralReader:
     The newer form comes with [CALL_ID]… before [ARGS], and without both.
     """
 
-    def __init__(self, sink: DeltaSink) -> None:
+    def __init__(self, sink: DeltaSink, spell: Spell) -> None:
         self._sink = sink
+        self._spell = spell
         self._place = _Place.TEXT
-        self._gap = Gap(sink, (OPEN,), is_after_call=False)
+        self._gap = Gap(sink, (spell(OPEN),), is_after_call=False)
         self._call = JsonCall(sink)
         self._is_list = False
         self._scanner = ValueScanner()
         self._held: list[str] = []  # what stands before the call, while it may be none
-        self._head = _Head()
+        self._head = _Head(spell)
 
     def push(self, text: str) -> None:
         while text:
@@ -88,7 +90,7 @@ class MistralReader:
                 self._place, self._call = _Place.CALL, JsonCall(self._sink)
                 return rest
             case _Place.OPENED, char if _NAME_CHAR.match(char):
-                self._place, self._head = _Place.NAME, _Head()
+                self._place, self._head = _Place.NAME, _Head(self._spell)
                 return rest
             case _Place.NEXT, _:
                 rest = "".join([*self._held, rest])
@@ -136,7 +138,7 @@ class MistralReader:
 
     def _go_on(self, *, is_after_call: bool = False) -> None:
         self._place, self._held = _Place.TEXT, []
-        self._gap = Gap(self._sink, (OPEN,), is_after_call=is_after_call)
+        self._gap = Gap(self._sink, (self._spell(OPEN),), is_after_call=is_after_call)
 
 
 class _Head:
@@ -149,12 +151,13 @@ class _Head:
       held: all that was read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spell: Spell) -> None:
         self.name = ""
         self.held = ""
+        self._call_id, self._args = spell(CALL_ID), spell(ARGS)
         self._stage: Literal["name", "id", "marker", "space"] = "name"
         self._marker = ""
-        self._markers: tuple[str, ...] = (CALL_ID, ARGS)
+        self._markers: tuple[str, ...] = (self._call_id, self._args)
 
     def take(self, char: str) -> bool:
         """Reads a character; False, and it is not read, where it cannot stand here."""
@@ -166,8 +169,8 @@ class _Head:
     def _fits(self, char: str) -> bool:
         if self._stage == "marker":
             return self._fits_marker(char)
-        if char == "[" and self._stage != "space":
-            self._stage, self._marker = "marker", "["
+        if self._stage != "space" and any(marker[0] == char for marker in self._markers):
+            self._stage, self._marker = "marker", char
             return True
         if char in WHITESPACE:
             self._stage = "space"
@@ -181,9 +184,9 @@ class _Head:
     def _fits_marker(self, char: str) -> bool:
         self._marker += char
         fits = any(marker.startswith(self._marker) for marker in self._markers)
-        if fits and self._marker == CALL_ID:
-            self._stage, self._markers = "id", (ARGS,)
-        elif fits and self._marker == ARGS:
+        if fits and self._marker == self._call_id:
+            self._stage, self._markers = "id", (self._args,)
+        elif fits and self._marker == self._args:
             self._stage = "space"
         return fits
 

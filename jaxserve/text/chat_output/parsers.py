@@ -14,10 +14,11 @@ from jaxserve.text.chat_output.json_call import is_object
 from jaxserve.text.chat_output.reader import PlainReader, ToolReader
 from jaxserve.text.chat_output.reasoning import REASONING_MARKERS, ReasoningReader
 from jaxserve.text.chat_output.tools import AUTO, ToolChoice, Tools, parameter_types, tool_names
+from jaxserve.text.detokenizer import SPECIAL_MARK
 from jaxserve.text.messages import PROBED_ARGUMENTS, PROBED_NAME, PROBED_TOOL
 from jaxserve.text.tokenizer import Tokenizer
 
-# The special tokens that mark calls, by the tool parser's name.
+# What marks calls, by the tool parser's name; in many models these are special tokens.
 TOOL_MARKERS: Final[Mapping[str, tuple[str, ...]]] = {
     "hermes": (hermes.OPEN, hermes.CLOSE),
     "llama3": (llama3.TAG,),
@@ -46,14 +47,20 @@ class Parsers:
       reasoning: a name of REASONING_MARKERS; empty where it is not read.
       has_tools: the template tells the model of tools.
       is_tool_form_unknown: how the model writes calls could not be told from its template.
-      marker_ids: the special tokens that the parsers must see in the text.
+      specials: the markers that are special tokens of the model, with their ids. Text that spells
+        one is no marker: a caller's words that the model repeats call nothing.
     """
 
     tool: str = ""
     reasoning: str = ""
     has_tools: bool = True
     is_tool_form_unknown: bool = False
-    marker_ids: frozenset[int] = frozenset()
+    specials: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def marker_ids(self) -> frozenset[int]:
+        """The special tokens that must stay in the text, each after a mark."""
+        return frozenset(self.specials.values())
 
     def check_offer(self) -> None:
         """Raises UnsupportedError where tools could not be told of, or their calls not be read."""
@@ -99,21 +106,25 @@ class Parsers:
             return ChatOutput(sink, reader, None)
         markers = REASONING_MARKERS[self.reasoning]
         is_open = tail.rstrip().endswith(markers[0])
-        reasoning = ReasoningReader(sink, reader.push, markers=markers, is_open=is_open)
+        spelled = (self._spell(markers[0]), self._spell(markers[1]))
+        reasoning = ReasoningReader(sink, reader.push, markers=spelled, is_open=is_open)
         return ChatOutput(sink, reader, reasoning)
+
+    def _spell(self, marker: str) -> str:
+        return SPECIAL_MARK + marker if marker in self.specials else marker
 
     def _open_tools(self, sink: DeltaSink, tools: Tools) -> ToolReader:
         if not tools:
             return PlainReader(sink)
         match self.tool:
             case "hermes":
-                return hermes.HermesReader(sink)
+                return hermes.HermesReader(sink, self._spell)
             case "llama3":
-                return llama3.Llama3Reader(sink, names=frozenset(tool_names(tools)))
+                return llama3.Llama3Reader(sink, self._spell, names=frozenset(tool_names(tools)))
             case "mistral":
-                return mistral.MistralReader(sink)
+                return mistral.MistralReader(sink, self._spell)
             case "qwen_coder":
-                return qwen_coder.QwenCoderReader(sink, types=parameter_types(tools))
+                return qwen_coder.QwenCoderReader(sink, self._spell, types=parameter_types(tools))
         return PlainReader(sink)
 
 
@@ -168,7 +179,7 @@ def find_parsers(tokenizer: Tokenizer, *, tool: str = "auto", reasoning: str = "
         reasoning=reasoning_name,
         has_tools=tokenizer.has_tools,
         is_tool_form_unknown=tool == "auto" and not found,
-        marker_ids=tokenizer.find_special_ids(markers),
+        specials=tokenizer.find_specials(markers),
     )
 
 

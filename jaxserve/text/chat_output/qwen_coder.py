@@ -10,6 +10,7 @@ from typing import Final
 from jaxserve.text.chat_output.deltas import DeltaSink
 from jaxserve.text.chat_output.gap import MAX_LAYOUT, Gap, MarkerSearch, split_whitespace
 from jaxserve.text.chat_output.json_call import MAX_HELD, MAX_NAME
+from jaxserve.text.chat_output.reader import Spell
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
@@ -30,11 +31,6 @@ class _Place(enum.Enum):
     VALUE = enum.auto()
 
 
-_TEXT: Final = (OPEN, FUNCTION)
-_IN_BLOCK: Final = (FUNCTION, CLOSE, OPEN)  # after a function
-_IN_FUNCTION: Final = (PARAMETER, END_FUNCTION, CLOSE)
-
-
 class QwenCoderReader:
     """<tool_call><function=f><parameter=x>…</parameter></function></tool_call>
 
@@ -43,11 +39,16 @@ class QwenCoderReader:
     times, so a function is a call without it too.
     """
 
-    def __init__(self, sink: DeltaSink, *, types: ParameterTypes) -> None:
+    def __init__(self, sink: DeltaSink, spell: Spell, *, types: ParameterTypes) -> None:
         self._sink = sink
         self._types = types
+        self._open, self._close = spell(OPEN), spell(CLOSE)
+        # what ends a text outside of calls, after a function in its block, and between parameters
+        self._in_text = (self._open, FUNCTION)
+        self._in_block = (FUNCTION, self._close, self._open)
+        self._in_function = (PARAMETER, END_FUNCTION, self._close)
         self._place = _Place.GAP
-        self._gap = Gap(sink, _TEXT, is_after_call=False)
+        self._gap = Gap(sink, self._in_text, is_after_call=False)
         self._held = ""  # what stands before a name, while it may be none
         self._name = ""
         self._is_parameter = False  # what the name is of
@@ -80,8 +81,8 @@ class QwenCoderReader:
 
     def _read_gap(self, text: str) -> str:
         marker, rest = self._gap.push(text)
-        if marker == OPEN:
-            self._place, self._held, self._name = _Place.OPENED, self._gap.layout + OPEN, ""
+        if marker == self._open:
+            self._place, self._held, self._name = _Place.OPENED, self._gap.layout + marker, ""
         elif marker in (FUNCTION, PARAMETER):
             self._place, self._held, self._name = _Place.NAME, self._gap.layout + marker, ""
             self._is_parameter = marker == PARAMETER
@@ -89,7 +90,8 @@ class QwenCoderReader:
             if self._function:  # the end of a block ends its function too
                 self._sink.add_arguments("}" if self._num_parameters else "{}")
                 self._function = ""
-            self._go_on(_TEXT if marker == CLOSE else _IN_BLOCK, is_after_call=True)
+            markers = self._in_text if marker == self._close else self._in_block
+            self._go_on(markers, is_after_call=True)
         return rest
 
     def _read_opened(self, text: str) -> str:
@@ -105,7 +107,7 @@ class QwenCoderReader:
             return ""
         layout = layout[:MAX_LAYOUT]
         self._sink.add_content(self._held + layout)
-        self._go_on(_TEXT)
+        self._go_on(self._in_text)
         return text[len(layout) :]
 
     def _read_name(self, text: str) -> str:
@@ -118,21 +120,21 @@ class QwenCoderReader:
             return ""
         if rest[0] != ">" or not self._name:
             self._sink.add_content(self._held + self._name)
-            self._go_on(_IN_FUNCTION if self._is_parameter else _TEXT)
+            self._go_on(self._in_function if self._is_parameter else self._in_text)
             return rest
         if self._is_parameter:
             self._begin_parameter()
         else:
             self._function, self._num_parameters = self._name, 0
             self._sink.open_call(self._name)
-            self._go_on(_IN_FUNCTION, is_after_call=True)
+            self._go_on(self._in_function, is_after_call=True)
         return rest[1:]
 
     def _read_value(self, text: str) -> str:
         assert self._value is not None, "it is being read"
         rest, is_over = self._value.push(text)
         if is_over:
-            self._go_on(_IN_FUNCTION)
+            self._go_on(self._in_function)
         return rest
 
     def _begin_parameter(self) -> None:
@@ -143,7 +145,7 @@ class QwenCoderReader:
         self._place, self._value = _Place.VALUE, _Value(self._sink, types)
 
     def _go_on(self, markers: tuple[str, ...], *, is_after_call: bool = False) -> None:
-        is_after_call = is_after_call or markers is _IN_FUNCTION
+        is_after_call = is_after_call or markers is self._in_function
         self._place = _Place.GAP
         self._gap = Gap(self._sink, markers, is_after_call=is_after_call)
 

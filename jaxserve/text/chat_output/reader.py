@@ -1,8 +1,12 @@
 """What every reader of tool calls does, and the one that finds none."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from jaxserve.text.chat_output.deltas import DeltaSink
+
+# How a marker stands in the text: with a mark before it where it is a special token.
+Spell = Callable[[str], str]
 
 
 class ToolReader(Protocol):
