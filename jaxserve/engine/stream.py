@@ -182,6 +182,7 @@ class Stream:
         """
         with self._changed:
             self._unread = [Unread() for _ in self._decoders]
+            self._ready.clear()
             self._prompt_logprobs = ()
             self._num_bytes = self._num_start_bytes = 0
             self._is_given_up = True
