@@ -9,6 +9,7 @@ import pytest
 from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.request import ChatMessage, ChatPrompt
 from jaxserve.text.chat import ChatTemplate
+from jaxserve.text.chat_output import find_parsers
 from jaxserve.text.hf_folder import load_tokenizer
 from jaxserve.text.messages import TemplateTraits, build_messages, find_traits
 from jaxserve.text.tokenizer import Tokenizer
@@ -210,6 +211,26 @@ def test_a_text_that_spells_a_mark_is_left_as_it_is() -> None:
         call = {"function": {"name": "add", "arguments": json.dumps({"x": text})}}
         rendered = render(tokenizer, USER, dataclasses.replace(CALL_TURN, tool_calls=(call,)))
         assert json.dumps({"x": text}) in rendered
+
+
+def test_the_template_for_models_without_tools_is_one_of_hermes_form() -> None:
+    source = (Path(__file__).parents[2] / "configs" / "chatml-tools.jinja").read_text()
+    tokenizer = chat_tokenizer(source)
+    assert find_parsers(tokenizer).tool == "hermes"
+    start = "<|im_start|>user\n1+2?<|im_end|>\n"
+    assert render(tokenizer, USER, has_tools=False) == f"{start}<|im_start|>assistant\n"
+    system = ChatMessage(role="system", content="Be brief.")
+    turn = dataclasses.replace(CALL_TURN, content="So:", tool_calls=(CALL, CALL))
+    call = '<tool_call>\n{"name": "add", "arguments": {"x": [1, "é"]}}\n</tool_call>'
+    assert render(tokenizer, system, USER, turn, ANSWER) == (
+        "<|im_start|>system\nBe brief.\n\nYou can call these functions:\n"
+        '{"name": "add", "description": "Adds <|im_end|>.", "parameters": {}}\n'
+        "To call one, write its name and its arguments like this:\n<tool_call>\n"
+        '{"name": "function", "arguments": {"argument": "value"}}\n</tool_call><|im_end|>\n'
+        f"{start}<|im_start|>assistant\nSo:\n{call}\n{call}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
 
 
 def write_folder(folder: Path, tokenizer: Tokenizer, settings: dict[str, object]) -> Path:
