@@ -45,7 +45,8 @@ CHAT_TEMPLATE: Final = (
 )
 
 Script = Callable[[tuple[int, ...], int], "int | Literal['not_finite'] | None"]
-"""(prompt, output index) → the token to give, "not_finite", or None for the hash."""
+"""(prompt, output index) → the token to give, "not_finite", or None for the hash. Where a prompt is
+scored it is asked too: (its beginning, −1) → whether the logits after that are "not_finite"."""
 
 MaskOf = Callable[[tuple[int, ...]], TokenMask]
 """The output so far → the mask of what may come next."""
@@ -460,15 +461,21 @@ class FakeRunner:
     def _score(self, chunk: Chunk, step: FakeInFlight) -> None:
         if chunk.scoring is None:
             return
-        tokens = self._read_back(self._rows[chunk.row])
+        scoring, tokens = chunk.scoring, self._read_back(self._rows[chunk.row])
+        positions = range(scoring.first, scoring.first + len(scoring.targets))
+        if self.script and "not_finite" in [
+            self.script(tuple(tokens[: p + 1]), -1) for p in positions
+        ]:
+            step.not_finite.add(chunk.sequence_id)
+            return
         step.prompt_logprobs[chunk.sequence_id] = tuple(
             token_logprobs(
                 tokens[: position + 1],
                 target,
-                num_top=chunk.scoring.num_top,
+                num_top=scoring.num_top,
                 vocab_size=self.vocab_size,
             )
-            for position, target in enumerate(chunk.scoring.targets, chunk.scoring.first)
+            for position, target in zip(positions, scoring.targets, strict=True)
         )
 
     def _sample(

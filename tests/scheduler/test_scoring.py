@@ -1,5 +1,7 @@
 """Log-probabilities of the prompt: each position once, over chunks and preemptions."""
 
+from typing import Literal
+
 import pytest
 
 from jaxserve.plan import PromptScoring
@@ -119,3 +121,20 @@ def test_masked_and_scored_at_once() -> None:
     request = loop.add(9, 5, sampling=params, is_masked=True)
     loop.drain(max_steps=20)
     assert [len(output) for output in loop.choices[request]] == [5, 5]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 4])
+@pytest.mark.parametrize("bad_len", [2, 7, 11])
+def test_scores_that_are_not_finite_end_that_request_alone(bad_len: int, max_tokens: int) -> None:
+    bad_prompt = tuple(range(20, 32))
+
+    def script(prompt: tuple[int, ...], index: int) -> Literal["not_finite"] | None:
+        return "not_finite" if (prompt, index) == (bad_prompt[:bad_len], -1) else None
+
+    loop = Loop(script=script)
+    params = SamplingParams(num_choices=2, prompt_logprobs=1)
+    bad = loop.add(bad_prompt, max_tokens, sampling=params)
+    mate = loop.add(9, 4, sampling=ONLY_SCORED)
+    loop.drain(max_steps=20)
+    assert loop.outcomes == {bad: "not_finite", mate: FinishReason.MAX_TOKENS}
+    assert len(loop.prompt_logprobs[bad]) == (bad_len - 1) // 5 * 5
