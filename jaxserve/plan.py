@@ -214,8 +214,8 @@ class StepResult:
 
     Attributes:
       token_ids: sequence id to the sampled token, for the chunks that sample.
-      not_finite: ids of sequences whose logits held NaN, +inf or nothing but -inf; their
-        token is meaningless.
+      not_finite: ids of sequences whose logits held NaN, +inf or nothing but -inf, where they were
+        sampled from or the prompt was scored; their token is meaningless, and scores are left out.
       bucket: the forward program that ran.
       compile_s: seconds of the step spent compiling after warm-up, which is a fault.
       logprobs: by sequence id, of the sampled tokens that asked for them.
