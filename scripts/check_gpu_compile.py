@@ -62,6 +62,14 @@ runtime_version { major: 13 minor: 0 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
 
+# What steps run again and again, and the function each is compiled from.
+MODULES = {
+    "forward": "forward_step",
+    "output": "*output_step",
+    "score": "score_step",
+    "page_copy": "copy_pages",
+}
+
 
 def build_spec(
     name: str, config: Config, max_model_tokens: int
@@ -118,7 +126,7 @@ def main() -> int:
         pool_bytes = 2 * math.prod(spec.kv_shape) * spec.model.num_layers
         print(f"{name}: {len(keys)} programs, pool {pool_bytes >> 20} MiB")
         for key in keys:
-            if key.kind not in ("forward", "output"):
+            if key.kind not in MODULES:
                 continue
             for stale in Path(DUMP).iterdir():
                 stale.unlink()
@@ -126,9 +134,10 @@ def main() -> int:
                 compiled = lower(key, replicated).compile(compiler_options("gpu"))
             memory = compiled.memory_analysis()
             assert memory is not None, "XLA:GPU always has one"
-            module = "forward_step" if key.kind == "forward" else "*output_step"
-            outside = [kind for kind in top_level_thunks(module) if kind != "kCommandBuffer"]
-            is_in_place = key.kind != "forward" or memory.alias_size_in_bytes >= pool_bytes
+            thunks = top_level_thunks(MODULES[key.kind])
+            outside = [kind for kind in thunks if kind != "kCommandBuffer"]
+            has_pool = key.kind in ("forward", "page_copy")
+            is_in_place = not has_pool or memory.alias_size_in_bytes >= pool_bytes
             is_small = memory.temp_size_in_bytes < pool_bytes / 2
             is_good = is_in_place and is_small and not outside
             faults += not is_good
