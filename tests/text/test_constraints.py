@@ -5,8 +5,12 @@ import pytest
 
 from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.request import SamplingParams, StructuredOutput
+from jaxserve.text.byte_bpe import build_byte_bpe
 from jaxserve.text.constraints import Constraints, build_mask
+from jaxserve.text.pre_kinds import PRE_KINDS
+from jaxserve.text.token_bytes import byte_alphabet
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.vocabulary import build_vocabulary
 from tests.text.masks import (
     allowed,
     build_constraints,
@@ -136,6 +140,17 @@ def test_sentencepiece_tokens_match_by_their_bytes() -> None:
     assert all(b"the user".startswith(s) or b" the user".startswith(s) for s in spelled)
     read_ids(constraint, tokenizer.encode("the user", add_special_tokens=False))
     assert allowed(constraint) == tokenizer.eos_ids
+
+
+def test_a_token_of_bytes_that_are_no_text_is_not_taken_for_a_special_one() -> None:
+    tokens = [*byte_alphabet(), "ÿþ", "</s>"]
+    backend = build_byte_bpe(build_vocabulary(tokens), ["ÿ þ"], pre=PRE_KINDS["gpt-2"])
+    tokenizer = Tokenizer.from_backend(backend, eos_ids=[257])
+    assert tokenizer.token_bytes(256) == b"\xff\xfe"
+    constraints = build_constraints(tokenizer)
+    constraint = open_constraint(constraints, StructuredOutput(kind="lark", text="start: <[256]>"))
+    assert allowed(open_constraint(constraints, ANY_TEXT)).isdisjoint({256})
+    assert allowed(constraint) == {256}
 
 
 def test_a_form_needs_a_token_that_ends_it() -> None:

@@ -296,18 +296,57 @@ def small_lexers(monkeypatch: pytest.MonkeyPatch, num_states: int) -> None:
 
 
 def counted(letter: str) -> str:
-    return letter + "[a-z]{30}"
+    """Its end makes each letter's states its own."""
+    return f"{letter}[a-z]{{30}}{letter.upper()}"
+
+
+def write_counted(letter: str) -> list[int]:
+    return TOKENIZER.encode(letter + "q" * 30 + letter.upper(), add_special_tokens=False)
+
+
+ALL_COUNTED = regex("|".join(map(counted, "abcdefgh")))
 
 
 def test_a_grammar_whose_lexer_others_filled_is_compiled_anew(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_lexers(monkeypatch, 60)
-    form = regex("|".join(map(counted, "abcdefgh")))
+    small_lexers(monkeypatch, 80)
     for letter in "abcdefgh":
-        constraint = open_constraint(constraints, form)
-        read_ids(constraint, TOKENIZER.encode(letter + "q" * 30, add_special_tokens=False))
-        assert allowed(constraint) == TOKENIZER.eos_ids
+        constraint = open_constraint(constraints, ALL_COUNTED)
+        begin, *rest = write_counted(letter)
+        read_ids(constraint, [begin])
+        fork = constraint.fork()
+        for either in (constraint, fork):
+            read_ids(either, rest)
+            assert allowed(either) == TOKENIZER.eos_ids
+
+
+def test_choices_that_read_again_read_their_own_output(
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_lexers(monkeypatch, 60)
+    form = regex("|".join(map(counted, "abc")))
+    read_ids(open_constraint(constraints, form), write_counted("c"))
+    first = open_constraint(constraints, form)
+    second = first.fork()
+    outputs = {first: write_counted("a"), second: write_counted("b")}
+    for position in range(32):
+        for constraint, output in outputs.items():
+            read_ids(constraint, [output[position]])
+    assert allowed(first) == allowed(second) == TOKENIZER.eos_ids
+
+
+def test_a_grammar_that_compiles_long_is_not_compiled_by_the_engine(
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_lexers(monkeypatch, 60)
+    monkeypatch.setattr(grammar, "MAX_ANEW_S", -1.0)
+    form = regex("|".join(map(counted, "xyz")))
+    read_ids(open_constraint(constraints, form), write_counted("x"))
+    constraint = open_constraint(constraints, form)
+    with pytest.raises(BadGrammarError, match="too many states"):
+        read_ids(constraint, write_counted("y"))
+    read_ids(open_constraint(constraints, form), write_counted("y"))  # it was forgotten
 
 
 def test_a_grammar_that_fills_its_lexer_alone_ends_the_request_and_is_forgotten(
@@ -318,9 +357,8 @@ def test_a_grammar_that_fills_its_lexer_alone_ends_the_request_and_is_forgotten(
     messages = []
     for _ in range(2):
         constraint = open_constraint(constraints, form)
-        output = TOKENIZER.encode(("z" + "q" * 30) * 3, add_special_tokens=False)
         with pytest.raises(BadGrammarError, match="too many states") as caught:
-            read_ids(constraint, output)
+            read_ids(constraint, write_counted("z") * 3)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
     assert "make it simpler" in messages[0]
@@ -337,16 +375,33 @@ def test_a_grammar_whose_masks_take_ever_longer_ends_the_request(
         read_ids(constraint, output)
 
 
+@pytest.mark.parametrize(
+    ("taken_s", "is_ended"),
+    [
+        ((0.19, 0.0, 0.0), False),
+        ((0.15, 0.0, 0.05), False),
+        ((0.15, 0.0, 0.07), True),
+        ((0.0, 0.0, 0.0, 0.0, 0.201), True),  # more is not saved up
+        ((0.00751,) * 78, True),
+        ((0.006,) * 150, False),
+        ((0.004,) * 500, False),
+    ],
+)
 def test_time_not_taken_is_saved_up_to_a_bound(
-    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
+    constraints: Constraints,
+    monkeypatch: pytest.MonkeyPatch,
+    taken_s: tuple[float, ...],
+    is_ended: bool,
 ) -> None:
-    clock = iter([0.0, 0.15, 1.0, 1.0, 2.0, 2.05, 3.0, 3.1])
-    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    clock = iter([reading for seconds in taken_s for reading in (100.0, 100.0 + seconds)])
     constraint = open_constraint(constraints, regex("a*"))
-    constraint.fill_mask()  # 0.15 of 0.2
-    constraint.fill_mask()
-    constraint.fill_mask()  # 0.05 of 0.06
-    with pytest.raises(BadGrammarError, match="more than 5 ms a token"):
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    for _ in taken_s[:-1]:
+        constraint.fill_mask()
+    if is_ended:
+        with pytest.raises(BadGrammarError, match="more than 5 ms a token"):
+            constraint.fill_mask()
+    else:
         constraint.fill_mask()
 
 
