@@ -9,16 +9,11 @@ from typing import Literal
 
 import tokenizers
 
-from jaxserve.errors import (
-    CheckpointError,
-    InvalidRequestError,
-    NoChatTemplateError,
-    UnsupportedError,
-)
+from jaxserve.errors import CheckpointError, InvalidRequestError
 from jaxserve.request import ChatPrompt
-from jaxserve.text.chat import ChatTemplate
+from jaxserve.text.chat_templates import ChatTemplates
 from jaxserve.text.end_of_turn import find_end_of_turn_ids
-from jaxserve.text.messages import TemplateTraits, build_messages, find_traits, plain_traits
+from jaxserve.text.messages import build_messages
 from jaxserve.text.shield import Shield, split_marked, strings_in
 from jaxserve.text.token_bytes import read_byte_rules
 
@@ -40,6 +35,7 @@ class Tokenizer:
       bos_id: None if there is none.
       eos_ids: the ids that end an output, from all sources the loader knew.
       tool_template: takes the place of `chat_template` where there are tools; None for most.
+      templates: both of them, to render with.
       add_bos: whether `encode` puts BOS (or the model's other prefix ids) first.
       add_eos: whether `encode` puts EOS (or the model's other suffix ids) last.
       special_ids: left out of text by `skip_special_tokens`.
@@ -94,6 +90,9 @@ class Tokenizer:
         self.separator = self._rules.separator
         self.strips_first_space = self._rules.strips_first_space
         self._named_tokens = dict(named_tokens or {})
+        self.templates = ChatTemplates(
+            chat_template, tool_template, named_tokens=self._named_tokens
+        )
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
@@ -126,16 +125,9 @@ class Tokenizer:
     def with_chat_template(self, source: str) -> "Tokenizer":
         """Returns the same vocabulary with another template, for all conversations."""
         other = copy.copy(self)
-        for name in (
-            "digest",
-            "has_tools",
-            "_template",
-            "_tool_template",
-            "_traits",
-            "_tool_traits",
-        ):
-            other.__dict__.pop(name, None)  # what was found out of the old one
+        other.__dict__.pop("digest", None)
         other.chat_template, other.tool_template = source, None
+        other.templates = ChatTemplates(source, None, named_tokens=self._named_tokens)
         other.eos_ids = self.eos_ids | find_end_of_turn_ids(self._backend, source)
         return other
 
@@ -225,7 +217,7 @@ class Tokenizer:
           InvalidRequestError: the template refuses the conversation, or a text in it cannot be
             encoded as plain text.
         """
-        template, traits = self._choose_template(prompt)
+        template, traits = self.templates.choose(prompt)
         messages: object = build_messages(prompt.messages, traits)
         variables: dict[str, object] = dict(prompt.template_kwargs)
         if prompt.tools:
@@ -273,59 +265,6 @@ class Tokenizer:
         wanted = set(texts)
         found = {self._added[id]: id for id in self.special_ids}
         return {text: id for text, id in found.items() if text in wanted}
-
-    @functools.cached_property
-    def has_tools(self) -> bool:
-        """Whether the chat template tells the model of tools; a broken one tells nothing."""
-        traits = self._probe()
-        return traits is not None and traits.renders_tools
-
-    @property
-    def probed_call(self) -> str:
-        """How the chat template renders a call of the probed function; empty where it does not."""
-        traits = self._probe()
-        return "" if traits is None else traits.called
-
-    def _probe(self) -> TemplateTraits | None:
-        """Returns what is known of conversations with tools; None without a valid template."""
-        try:
-            return None if self.chat_template is None else self._tool_traits
-        except InvalidRequestError:  # each conversation is refused with the reason
-            return None
-
-    def _choose_template(self, prompt: ChatPrompt) -> tuple[ChatTemplate, TemplateTraits]:
-        """Returns the template for a conversation with its traits.
-
-        Raises:
-          NoChatTemplateError: there is none.
-          UnsupportedError: tools, and a template that does not know of them.
-        """
-        if prompt.tools:
-            if not self._tool_traits.renders_tools:
-                raise UnsupportedError(
-                    "the conversation has tools, but this model's chat template has no place for "
-                    "them; leave them out, or serve the model with a template that has",
-                    field="chat.tools",
-                )
-            return self._tool_template, self._tool_traits
-        has_calls = any(message.tool_calls for message in prompt.messages)
-        return self._template, self._traits if has_calls else plain_traits(self._template.source)
-
-    @functools.cached_property
-    def _template(self) -> ChatTemplate:
-        return _compile_template(self.chat_template)
-
-    @functools.cached_property
-    def _tool_template(self) -> ChatTemplate:
-        return _compile_template(self.tool_template or self.chat_template)
-
-    @functools.cached_property
-    def _traits(self) -> TemplateTraits:
-        return find_traits(self._template, self._named_tokens)
-
-    @functools.cached_property
-    def _tool_traits(self) -> TemplateTraits:
-        return find_traits(self._tool_template, self._named_tokens)
 
     @functools.cached_property
     def _control_ids(self) -> frozenset[int]:
@@ -381,14 +320,6 @@ class Tokenizer:
         if ids[: len(newline)] == newline:
             return ids[len(newline) :]
         return list(backend.encode(text, add_special_tokens=False).ids)
-
-
-def _compile_template(source: str | None) -> ChatTemplate:
-    if source is None:
-        raise NoChatTemplateError(
-            "this model has no chat template; send the prompt as text or token ids"
-        )
-    return ChatTemplate(source)
 
 
 def _read_surrounding_ids(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:

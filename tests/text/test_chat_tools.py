@@ -119,7 +119,7 @@ def test_only_keys_with_a_value_are_given_to_a_template() -> None:
 
 def test_tools_for_a_template_without_a_place_for_them_are_refused() -> None:
     tokenizer = chat_tokenizer(TEMPLATES["tool_less"])
-    assert not tokenizer.has_tools
+    assert not tokenizer.templates.has_tools
     with pytest.raises(UnsupportedError, match="has no place for them") as caught:
         render(tokenizer, USER)
     assert caught.value.field == "chat.tools"
@@ -134,7 +134,7 @@ def test_what_a_template_says_against_calls_is_told_to_the_caller() -> None:
 
 def test_a_template_of_its_own_serves_conversations_with_tools() -> None:
     tokenizer = chat_tokenizer(TEMPLATES["tool_less"], tool_template=TEMPLATES["hermes"])
-    assert tokenizer.has_tools
+    assert tokenizer.templates.has_tools
     assert '"name": "add"' in render(tokenizer, USER)
     assert '"name": "add"' not in render(tokenizer, USER, has_tools=False)
     assert tokenizer.digest != chat_tokenizer(TEMPLATES["tool_less"]).digest
@@ -144,10 +144,10 @@ def test_another_template_takes_the_place_of_the_models_own() -> None:
     tokenizer = chat_tokenizer(
         TEMPLATES["tool_less"].replace("<|im_end|>", "."), tool_template=TEMPLATES["other"]
     )
-    assert (tokenizer.has_tools, len(tokenizer.eos_ids)) == (True, 0)
+    assert (tokenizer.templates.has_tools, len(tokenizer.eos_ids)) == (True, 0)
     before = render(tokenizer, USER), tokenizer.digest
     other = tokenizer.with_chat_template(TEMPLATES["hermes"])
-    assert other.has_tools
+    assert other.templates.has_tools
     assert other.digest != before[1]
     assert render(other, USER) == render(chat_tokenizer(TEMPLATES["hermes"]), USER)
     assert [other.decode([id], skip_special_tokens=False) for id in other.eos_ids] == ["<|im_end|>"]

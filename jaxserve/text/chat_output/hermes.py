@@ -5,8 +5,9 @@ from typing import Final
 
 from jaxserve.text.chat_output.deltas import DeltaSink
 from jaxserve.text.chat_output.gap import Gap, split_whitespace
-from jaxserve.text.chat_output.json_call import JsonCall, Status
+from jaxserve.text.chat_output.json_call import JsonCall
 from jaxserve.text.chat_output.reader import Spell
+from jaxserve.text.chat_output.value_scanner import Status
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"

@@ -6,8 +6,9 @@ from typing import Final
 
 from jaxserve.text.chat_output.deltas import DeltaSink
 from jaxserve.text.chat_output.gap import WHITESPACE, Gap, split_whitespace
-from jaxserve.text.chat_output.json_call import JsonCall, Status
+from jaxserve.text.chat_output.json_call import JsonCall
 from jaxserve.text.chat_output.reader import Spell
+from jaxserve.text.chat_output.value_scanner import Status
 
 TAG: Final = "<|python_tag|>"
 

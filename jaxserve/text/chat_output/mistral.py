@@ -6,8 +6,9 @@ from typing import Final, Literal
 
 from jaxserve.text.chat_output.deltas import DeltaSink
 from jaxserve.text.chat_output.gap import WHITESPACE, Gap, split_whitespace
-from jaxserve.text.chat_output.json_call import JsonCall, Status, ValueScanner
+from jaxserve.text.chat_output.json_call import JsonCall
 from jaxserve.text.chat_output.reader import Spell
+from jaxserve.text.chat_output.value_scanner import Status, ValueScanner
 
 OPEN: Final = "[TOOL_CALLS]"
 CALL_ID: Final = "[CALL_ID]"

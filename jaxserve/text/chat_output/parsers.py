@@ -170,14 +170,14 @@ def find_parsers(tokenizer: Tokenizer, *, tool: str = "auto", reasoning: str = "
       reasoning: likewise, of REASONING_MARKERS.
     """
     template = tokenizer.tool_template or tokenizer.chat_template or ""
-    found = _find_tool_form(tokenizer.probed_call) if tool == "auto" else ""
+    found = _find_tool_form(tokenizer.templates.probed_call) if tool == "auto" else ""
     tool_name = {"auto": found, "none": "", "qwen": "hermes"}.get(tool, tool)
     reasoning_name = {"auto": _find_reasoning(template), "none": ""}.get(reasoning, reasoning)
     markers = {*TOOL_MARKERS.get(tool_name, ()), *REASONING_MARKERS.get(reasoning_name, ())}
     return Parsers(
         tool=tool_name,
         reasoning=reasoning_name,
-        has_tools=tokenizer.has_tools,
+        has_tools=tokenizer.templates.has_tools,
         is_tool_form_unknown=tool == "auto" and not found,
         specials=tokenizer.find_specials(markers),
     )
