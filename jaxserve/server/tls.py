@@ -71,10 +71,10 @@ class Certificates:
         assert key_file is not None, "likewise"
         ca_file = self._section.client_ca_file
         for _ in range(NUM_READS):
-            cert, key = _read(cert_file, "tls.cert_file"), _read(key_file, "tls.key_file")
+            cert, key = _read_pair(cert_file, key_file)
             client_ca = None if ca_file is None else _read(ca_file, "tls.client_ca_file")
             context = _build_context(cert_file, key_file)
-            if (cert, key) == (_read(cert_file, ""), _read(key_file, "")):
+            if (cert, key) == _read_pair(cert_file, key_file):
                 break
         else:
             raise ConfigError(f"{cert_file} and {key_file} change all the time; write them once")
@@ -131,6 +131,10 @@ def _grpc_configuration(certificates: CertificateSet) -> grpc.ServerCertificateC
     return grpc.ssl_server_certificate_configuration(
         [(certificates.key, certificates.cert)], root_certificates=certificates.client_ca
     )
+
+
+def _read_pair(cert_file: Path, key_file: Path) -> tuple[bytes, bytes]:
+    return _read(cert_file, "tls.cert_file"), _read(key_file, "tls.key_file")
 
 
 def _read(path: Path, key: str) -> bytes:
