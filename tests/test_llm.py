@@ -20,6 +20,7 @@ from jaxserve.request import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
+    StructuredOutput,
 )
 from scripts import generate_offline
 from tests.engines import build_engine, check_accounts, check_idle, gather
@@ -120,10 +121,52 @@ def test_a_prompt_can_be_streamed(llm: LLM) -> None:
     assert (output.text, output.started.prompt_tokens) == ("hey", len(CHAT))
 
 
+def test_a_prompt_may_have_several_choices_and_their_log_probabilities(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=0.9, seed=3, max_tokens=5, ignore_eos=True, num_choices=3, logprobs=2,
+        prompt_logprobs=1,
+    )  # fmt: skip
+    completions = llm.generate([(1, 2, 3), (4, 5)], params)
+    for prompt, completion in zip([(1, 2, 3), (4, 5)], completions, strict=True):
+        assert completion.prompt_ids == prompt
+        assert [list(choice.token_ids) for choice in completion.choices] == [
+            expected_output(prompt, SamplingParams(temperature=0.9), 5, seed=3, choice=choice)
+            for choice in range(3)
+        ]
+        for choice in completion.choices:
+            assert [entry.token_id for entry in choice.logprobs] == list(choice.token_ids)
+            assert {len(entry.top_ids) for entry in choice.logprobs} == {2}
+            assert choice.finish_reason is FinishReason.MAX_TOKENS
+        scored = tuple(entry.token_id for entry in completion.prompt_logprobs)
+        assert scored == prompt[1:]
+        assert completion.usage.completion_tokens == 15
+        assert (completion.token_ids, completion.text, completion.logprobs) == (
+            completion.choices[0].token_ids,
+            completion.choices[0].text,
+            completion.choices[0].logprobs,
+        )
+
+
+def test_a_prompt_can_be_scored_without_an_output(llm: LLM) -> None:
+    (scored,) = llm.generate([(1, 2, 3)], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert (scored.text, scored.token_ids, len(scored.prompt_logprobs)) == ("", (), 2)
+    assert scored.finish_reason is FinishReason.MAX_TOKENS
+
+
+def test_an_output_can_be_given_a_form(llm: LLM) -> None:
+    form = StructuredOutput(kind="choice", choices=("yes", "no"))
+    params = SamplingParams(temperature=0.9, max_tokens=8)
+    done = llm.generate([(1,), (2,), (3,)], params, structured_output=form)
+    assert {completion.text for completion in done} <= {"yes", "no"}
+    with llm.stream((4,), params, structured_output=form) as stream:
+        assert gather(stream).text in ("yes", "no")
+
+
 def test_who_reads_for_himself_has_no_limits_of_a_server_but_those_he_set() -> None:
     limits = as_own_reader(Config()).limits
     assert limits.queue_timeout_s > 100_000
     assert limits.stream_buffer_bytes > 100_000_000
+    assert limits.total_buffer_bytes > limits.stream_buffer_bytes
     assert limits.max_prompt_bytes == Config().limits.max_prompt_bytes
     mine = Config(limits=LimitsSection(queue_timeout_s=3.0))
     assert as_own_reader(mine).limits.queue_timeout_s == 3.0
@@ -169,5 +212,6 @@ def test_a_closed_one_refuses() -> None:
 
 def test_the_package_gives_the_api_lazily() -> None:
     assert jaxserve.LLM is LLM
+    assert jaxserve.StructuredOutput is StructuredOutput
     with pytest.raises(AttributeError, match="no attribute 'Lm'"):
         _ = jaxserve.Lm

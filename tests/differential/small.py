@@ -5,6 +5,7 @@ request must get is worked out apart, in float64: the oracle's logits and the re
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -17,8 +18,10 @@ from jaxserve.model.params import Params
 from jaxserve.request import GenerationRequest, Request, SamplingParams, SequenceState
 from jaxserve.runner.programs import head_params
 from jaxserve.runner.runner import Runner
+from jaxserve.text.constraints import Constraint, Constraints
 from tests.differential.stage import EOS_ID, MODEL, build_engine, tiny_params
-from tests.engines import Output, check_idle, gather
+from tests.engines import Output, Outputs, check_idle, gather, gather_choices
+from tests.fakes import build_byte_tokenizer
 from tests.model.reference_sampler import Row, reference_token
 from tests.oracle import oracle_logits
 
@@ -119,6 +122,10 @@ class Play:
             self.step()
         check_idle(self.engine)
 
+    def read_choices(self, guest: Guest) -> Outputs:
+        assert guest.preempt_at == [], "it ended before it was preempted"
+        return gather_choices(guest.stream)
+
     def read(self, guest: Guest) -> Output:
         output = gather(guest.stream)
         assert guest.preempt_at == [], "it ended before it was preempted"
@@ -150,9 +157,37 @@ def run_all(
     return [play.read(guest) for guest in guests]
 
 
-def oracle_output(asked: GenerationRequest, params: Params | None = None) -> list[int]:
-    """Returns the tokens of the request alone, up to its end by an id or by max_tokens."""
+@functools.cache
+def oracle_constraints() -> Constraints:
+    return Constraints(
+        build_byte_tokenizer(),
+        eos_ids={EOS_ID},
+        vocab_size=MODEL.vocab_size,
+        padded_vocab_size=MODEL.padded_vocab_size,
+    )
+
+
+def _masked(logits_V: np.ndarray, constraint: Constraint | None) -> np.ndarray:
+    if constraint is None:
+        return logits_V
+    bits = np.unpackbits(constraint.fill_mask().view(np.uint8), bitorder="little")
+    return np.where(bits[: len(logits_V)] == 1, logits_V, -np.inf)
+
+
+def oracle_logprobs(tokens: Sequence[int], params: Params | None = None) -> np.ndarray:
+    """Returns the log-softmax after each of the tokens, in float64."""
+    logits_TV = oracle_logits(params or tiny_params(), list(tokens), MODEL).astype(np.float64)
+    logits_TV = logits_TV - logits_TV.max(axis=1, keepdims=True)
+    result: np.ndarray = logits_TV - np.log(np.exp(logits_TV).sum(axis=1, keepdims=True))
+    return result
+
+
+def oracle_output(
+    asked: GenerationRequest, params: Params | None = None, *, choice: int = 0
+) -> list[int]:
+    """Returns the tokens of a choice alone, up to its end by an id or by max_tokens."""
     sampling = asked.sampling
+    constraint = oracle_constraints().build(sampling, asked.structured_output)
     assert isinstance(asked.prompt, tuple)
     assert sampling.max_tokens is not None
     ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS_ID,))}
@@ -161,6 +196,7 @@ def oracle_output(asked: GenerationRequest, params: Params | None = None) -> lis
         logits_V = oracle_logits(params or tiny_params(), [*asked.prompt, *output], MODEL)[-1]
         row = Row(
             seed=sampling.seed or 0,
+            choice=choice,
             output_index=len(output),
             temperature=sampling.temperature,
             top_k=sampling.top_k,
@@ -175,9 +211,11 @@ def oracle_output(asked: GenerationRequest, params: Params | None = None) -> lis
             prompt=asked.prompt,
             output=tuple(output),
         )
-        output.append(reference_token(logits_V, row))
+        output.append(reference_token(_masked(logits_V, constraint), row))
         if output[-1] in ends and len(output) > sampling.min_tokens:
             break
+        if constraint is not None:
+            constraint.advance(output[-1])
     return output
 
 

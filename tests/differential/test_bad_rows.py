@@ -37,6 +37,7 @@ def bad_requests(bad_id: object) -> dict[str, GenerationRequest]:
         "token_ids": ask((5, bad_id)),  # type: ignore[arg-type]  # on purpose
         "sampling.logit_bias": ask((5,), logit_bias={bad_id: 1.0}),
         "stop.stop_token_ids": ask((5,), stop_token_ids=(bad_id,)),
+        "sampling.allowed_token_ids": ask((5,), allowed_token_ids=(7, bad_id)),
     }
 
 
@@ -60,10 +61,11 @@ def test_ids_outside_the_vocabulary_are_refused_beside_a_healthy_stream(
         ask((5, V - 1)),
         ask((5,), logit_bias={V - 1: 100.0}),
         ask((5,), stop_token_ids=(V - 1,)),
+        ask((5,), allowed_token_ids=(V - 1,)),
     ]
     for request, output in zip(last, run_all(small_runner, last), strict=True):
         assert output.token_ids == oracle_output(request)
-    assert set(oracle_output(last[1])) == {V - 1}
+    assert set(oracle_output(last[1])) == set(oracle_output(last[3])) == {V - 1}
 
 
 def test_padding_ids_are_never_drawn_though_all_real_logits_are_negative(

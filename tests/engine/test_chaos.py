@@ -12,15 +12,26 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from jaxserve.config import LimitsSection
-from jaxserve.engine import Delta, Engine, EngineState, Event, Finished, Started, Stream
+from jaxserve.engine import (
+    ChoiceFinished,
+    Delta,
+    Engine,
+    EngineState,
+    Event,
+    Finished,
+    Started,
+    Stream,
+)
 from jaxserve.errors import DeadlineError, QueueFullError, RequestError, SlowReaderError
 from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
 from tests.engines import ask, build_engine, gather, serve
-from tests.fakes import expected_output
+from tests.fakes import build_mask, expected_output
 
 NUM_THREADS = 6
 NUM_REQUESTS = 70  # of each thread
 GREEDY = SamplingParams(temperature=0.0)
+SEED = 11
+ALLOWED = tuple(range(40, 120))
 
 
 class Ticks:
@@ -39,13 +50,34 @@ def any_request(rng: random.Random, engine: Engine) -> GenerationRequest:
         prompt,
         max_tokens=rng.randint(1, 16),
         ignore_eos=True,
+        temperature=0.9,
+        seed=SEED,
         stop_strings=rng.choice([(), (), ("zz", "q")]),
+        num_choices=rng.choice([1, 1, 2, 4]),
+        logprobs=rng.choice([None, None, 1]),
+        prompt_logprobs=rng.choice([None, None, 0]),
+        allowed_token_ids=rng.choice([None, None, ALLOWED]),
     )
     soon_s = engine.now() + rng.random()
     return dataclasses.replace(
         request,
         deadline_s=soon_s if rng.random() < 0.2 else None,
         priority=rng.choice([0, 0, 0, 1]),
+        tenant=rng.choice(["", "a"]),
+    )
+
+
+def what_it_gets(request: GenerationRequest, choice: int, num_tokens: int) -> list[int]:
+    """Returns the first tokens of a choice of the request alone."""
+    assert isinstance(request.prompt, tuple)
+    mask = None if request.sampling.allowed_token_ids is None else build_mask(ALLOWED)
+    return expected_output(
+        request.prompt,
+        SamplingParams(temperature=0.9),
+        num_tokens,
+        seed=SEED,
+        choice=choice,
+        mask_of=None if mask is None else lambda _: mask,
     )
 
 
@@ -55,37 +87,53 @@ class Tally:
     def __init__(self) -> None:
         self.ends: collections.Counter[str] = collections.Counter()
         self.num_tokens = 0
+        self.num_first_tokens = 0  # of choices after a request's first
         self.faults: list[str] = []
         self._lock = threading.Lock()
 
     def read(self, request: GenerationRequest, events: Iterator[Event]) -> None:
         """Reads to the end and compares with what the request alone would get."""
-        token_ids: list[int] = []
+        token_ids: list[list[int]] = [[] for _ in range(request.sampling.num_choices)]
+        ended: set[int] = set()
         end = ""
         try:
             for event in events:
                 if end:
-                    self._add(end, f"{event} after the end")
+                    self._blame(f"{event} after the end")
                 match event:
                     case Delta():
-                        token_ids += event.token_ids
+                        token_ids[event.index] += event.token_ids
+                        self._check_delta(request, event, ended)
+                    case ChoiceFinished():
+                        ended.add(event.index)
                     case Finished():
+                        ended.add(event.index)
                         end = event.reason.value
-                        if event.usage.completion_tokens != len(token_ids):
-                            self._add(end, f"usage {event.usage} for {len(token_ids)} ids")
+                        if event.usage.completion_tokens != sum(map(len, token_ids)):
+                            self._blame(f"usage {event.usage} for {token_ids}")
+                        if len(ended) < len(token_ids):
+                            self._blame(f"only choices {ended} have ended")
         except (DeadlineError, SlowReaderError) as error:
             end = type(error).__name__
-        assert isinstance(request.prompt, tuple)
-        wanted = expected_output(request.prompt, GREEDY, len(token_ids))
-        self._add(end or "nothing", "" if token_ids == wanted else f"{token_ids} for {wanted}")
+        for choice, found in enumerate(token_ids):
+            wanted = what_it_gets(request, choice, len(found))
+            if found != wanted:
+                self._blame(f"choice {choice} is {found}, not {wanted}")
         with self._lock:
-            self.num_tokens += len(token_ids)
+            self.ends[end or "nothing"] += 1
+            self.num_tokens += sum(map(len, token_ids))
+            self.num_first_tokens += sum(map(bool, token_ids[1:]))
 
-    def _add(self, end: str, fault: str) -> None:
+    def _check_delta(self, request: GenerationRequest, delta: Delta, ended: set[int]) -> None:
+        if delta.index in ended:
+            self._blame(f"{delta} after the choice's end")
+        asked_ids = () if request.sampling.logprobs is None else delta.token_ids
+        if tuple(entry.token_id for entry in delta.logprobs) != asked_ids:
+            self._blame(f"log-probabilities {delta.logprobs} of {delta.token_ids}")
+
+    def _blame(self, fault: str) -> None:
         with self._lock:
-            self.ends[end] += 1
-            if fault:
-                self.faults.append(fault)
+            self.faults.append(fault)
 
 
 def user(engine: Engine, tally: Tally, seed: int) -> None:
@@ -106,7 +154,7 @@ def user(engine: Engine, tally: Tally, seed: int) -> None:
                 stream.cancel()
                 tally.read(request, iter(stream))
             case 1:
-                engine.abort(stream.request_id)
+                engine.abort(stream.request_id, request.tenant)
                 unread.append((request, iter(stream)))
             case 2:
                 unread.append((request, iter(stream)))
@@ -147,7 +195,7 @@ def test_every_request_ends_once_whatever_its_callers_do(overlap: bool) -> None:
     engine, runner = build_engine(
         clock=Ticks(),
         overlap=overlap,
-        bounds=LimitsSection(max_waiting_requests=20, stream_buffer_bytes=8 * 12),
+        bounds=LimitsSection(max_waiting_requests=20, stream_buffer_bytes=20 * 12),
     )
     tally = Tally()
     with serve(engine, runner):
@@ -177,6 +225,8 @@ def check_metrics(engine: Engine, tally: Tally) -> None:
     assert value("output_tokens_total") == num_tokens
     assert value("delivery_seconds_count") == num_tokens
     assert value("request_output_tokens_sum") == num_tokens
+    num_firsts = value("time_to_first_token_seconds_count") + tally.num_first_tokens
+    assert value("inter_token_seconds_count") + num_firsts == num_tokens
     for level in ("requests_running", "requests_waiting", "waiting_tokens", "kv_usage_ratio"):
         assert value(level) == 0, level
 

@@ -9,7 +9,7 @@ import pytest
 from jaxserve.config import LimitsSection
 from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequestError, NumericsError, SlowReaderError
-from jaxserve.plan import StepPlan
+from jaxserve.plan import StepPlan, StepResult
 from jaxserve.request import FinishReason, SamplingParams
 from tests.engines import (
     LIMITS,
@@ -192,6 +192,7 @@ def test_numbers_that_are_not_finite_in_one_choice_end_the_request() -> None:
         stream = engine.submit(ask(PROMPT, **DRAWN, num_choices=3))
         with pytest.raises(NumericsError, match="output token 2 are not finite"):
             list(stream)
+        gather(engine.submit(ask((1,), max_tokens=2, ignore_eos=True)))  # the engine lives
     assert engine.metrics.value("requests_finished_total", reason="error_numerics") == 1
 
 
@@ -227,13 +228,30 @@ def test_times_between_tokens_are_each_choices_own() -> None:
         clock.now_s += 1
 
     engine, runner = build_engine(on_result=on_result, clock=clock)
+    stop = alone(1)[2]
     with serve(engine, runner):
-        gather_choices(engine.submit(ask(PROMPT, **DRAWN, num_choices=3)))
+        asked = ask(PROMPT, **DRAWN, num_choices=3, stop_token_ids=(stop,))
+        outputs = gather_choices(engine.submit(asked))
     value = engine.metrics.value
+    assert [len(token_ids) for token_ids in outputs.token_ids] == [8, 3, 8]
     assert value("time_to_first_token_seconds_count") == 1
-    assert value("inter_token_seconds_count") == 3 * 7
-    assert value("inter_token_seconds_sum") == 3 * 7 * 1.0
-    assert value("time_per_output_token_seconds_sum") == 1.0
+    assert value("inter_token_seconds_count") == 7 + 2 + 7
+    assert value("inter_token_seconds_sum") == 7 + 2 + 7
+    assert value("time_per_output_token_seconds_sum") == 1.0  # of the longest choice
+
+
+def test_what_a_step_compiled_is_waited_for_once_by_all_choices() -> None:
+    engine, runner = build_engine()
+    retire = engine._in_flight.retire
+
+    def retire_slowly() -> tuple[StepPlan, StepResult]:
+        plan, result = retire()
+        return plan, dataclasses.replace(result, compile_s=2.0)
+
+    engine._in_flight.retire = retire_slowly  # type: ignore[method-assign]
+    with serve(engine, runner):
+        outputs = gather_choices(engine.submit(ask(PROMPT, **DRAWN, num_choices=3)))
+    assert outputs.finished.timings.compile_s == 2.0 * 8
 
 
 def test_eos_of_one_choice_leaves_the_others() -> None:

@@ -176,6 +176,7 @@ def test_each_choice_follows_the_form_by_itself(overlap: bool) -> None:
     assert len(set(lengths)) > 1, "they should end one after the other"
     for constraint, token_ids in zip((last(), *last().forks), outputs.token_ids, strict=True):
         assert constraint.seen == token_ids[:-1]
+        assert constraint.num_masks == len(token_ids), "one that has ended is asked no more"
 
 
 def run_preempted(preempt_at: int, *, overlap: bool) -> tuple[Outputs, Watched]:
