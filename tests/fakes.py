@@ -82,7 +82,7 @@ def say(outputs: Mapping[tuple[int, ...] | None, Sequence[int]]) -> Script:
 
     def script(prompt: tuple[int, ...], output_index: int) -> int | None:
         tokens = outputs.get(prompt, outputs.get(None, ()))
-        return tokens[output_index] if output_index < len(tokens) else None
+        return tokens[output_index] if 0 <= output_index < len(tokens) else None
 
     return script
 
