@@ -41,7 +41,4 @@ def build_vocabulary(
 
 def _spell(tokenizer: Tokenizer, token_id: int, *, is_special: bool) -> bytes:
     word = tokenizer.token_bytes(token_id)
-    if is_special:
-        return SPECIAL_MARK + (word or b"<|token_%d|>" % token_id)
-    looks_special = len(word) > 1 and word.startswith(SPECIAL_MARK)
-    return b"" if looks_special else word
+    return SPECIAL_MARK + (word or b"<|token_%d|>" % token_id) if is_special else word

@@ -1,5 +1,7 @@
 """Masks: a grammar's end, special tokens, allowed ids, bad words, and all of them together."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -122,6 +124,15 @@ def test_a_model_may_have_more_ids_than_the_tokenizer() -> None:
     assert allowed(constraint) & {EOS, 290, 289} == {EOS, 290}
 
 
+def test_an_eos_that_the_tokenizer_does_not_know_is_no_byte() -> None:
+    larger = build_constraints(TOKENIZER, vocab_size=300, eos_ids=[290])
+    form = StructuredOutput(
+        kind="lark", text='%llguidance {"allow_invalid_utf8": true}\nstart: /(?-u:\\xff)/'
+    )
+    (token_id,) = allowed(open_constraint(larger, form))
+    assert TOKENIZER.token_bytes(token_id) == b"\xff"
+
+
 def test_a_model_may_have_fewer_ids_than_the_tokenizer() -> None:
     smaller = build_constraints(TOKENIZER, vocab_size=200, eos_ids=[EOS, 250])
     constraint = open_constraint(smaller, ANY_TEXT)
@@ -142,7 +153,7 @@ def test_sentencepiece_tokens_match_by_their_bytes() -> None:
     assert allowed(constraint) == tokenizer.eos_ids
 
 
-def test_a_token_of_bytes_that_are_no_text_is_not_taken_for_a_special_one() -> None:
+def test_a_token_of_bytes_that_are_no_text_matches_none() -> None:
     tokens = [*byte_alphabet(), "ÿþ", "</s>"]
     backend = build_byte_bpe(build_vocabulary(tokens), ["ÿ þ"], pre=PRE_KINDS["gpt-2"])
     tokenizer = Tokenizer.from_backend(backend, eos_ids=[257])
@@ -231,4 +242,5 @@ def test_min_tokens_of_nothing_but_ends_is_refused(constraints: Constraints) -> 
     sampling = SamplingParams(allowed_token_ids=(EOS, 9), stop_token_ids=(9,), min_tokens=1)
     with pytest.raises(InvalidRequestError, match="only tokens that end the output") as caught:
         constraints.build(sampling, None)
+    assert constraints.build(dataclasses.replace(sampling, min_tokens=0), None) is not None
     assert caught.value.field == "sampling.allowed_token_ids"
