@@ -124,15 +124,6 @@ def test_a_model_may_have_more_ids_than_the_tokenizer() -> None:
     assert allowed(constraint) & {EOS, 290, 289} == {EOS, 290}
 
 
-def test_an_eos_that_the_tokenizer_does_not_know_is_no_byte() -> None:
-    larger = build_constraints(TOKENIZER, vocab_size=300, eos_ids=[290])
-    form = StructuredOutput(
-        kind="lark", text='%llguidance {"allow_invalid_utf8": true}\nstart: /(?-u:\\xff)/'
-    )
-    (token_id,) = allowed(open_constraint(larger, form))
-    assert TOKENIZER.token_bytes(token_id) == b"\xff"
-
-
 def test_a_model_may_have_fewer_ids_than_the_tokenizer() -> None:
     smaller = build_constraints(TOKENIZER, vocab_size=200, eos_ids=[EOS, 250])
     constraint = open_constraint(smaller, ANY_TEXT)

@@ -14,7 +14,13 @@ import pytest
 
 from jaxserve.errors import BadGrammarError, CapacityError, QueueFullError
 from jaxserve.request import SamplingParams, StructuredOutput
-from jaxserve.text import grammar, grammar_compiler, grammar_engine, grammar_trial
+from jaxserve.text import (
+    grammar,
+    grammar_compiler,
+    grammar_engine,
+    grammar_trial,
+    grammar_trial_child,
+)
 from jaxserve.text.constraints import Constraints
 from jaxserve.text.grammar_compiler import GrammarCompiler
 from jaxserve.text.grammar_source import build_source
@@ -253,10 +259,21 @@ def test_closing_ends_the_process_and_a_new_grammar_begins_another() -> None:
     constraints.close()
 
 
-def test_other_threads_keep_their_stack(compiler: GrammarCompiler) -> None:
-    before = threading.stack_size()
+def test_a_compile_has_a_large_stack_and_other_threads_keep_theirs(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    begin = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        sizes.append(threading.stack_size())
+        begin(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
     compiler.compile(source_of("a"), field="")
-    assert threading.stack_size() == before
+    assert sizes == [grammar_compiler.STACK_BYTES]
+    assert grammar_compiler.STACK_BYTES >= 4 * grammar_trial_child.STACK_BYTES
+    assert threading.stack_size() == 0  # the system's default
 
 
 def test_the_process_ends_with_its_owner() -> None:
