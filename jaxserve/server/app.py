@@ -22,6 +22,7 @@ from jaxserve.server.guard import GuardInterceptor
 from jaxserve.server.http import HttpServer
 from jaxserve.server.listeners import bind_tcp, build_options, check_exposure, format_address
 from jaxserve.server.models import ModelServicer
+from jaxserve.server.probes import MAX_CHECKS, MAX_WATCHES, ProbeInterceptor
 from jaxserve.server.reflection import add_reflection
 from jaxserve.server.undecodable import UndecodableInterceptor
 
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 GENERATION: Final = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MODEL: Final = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 LAST_WORDS_S: Final = 0.5
-NUM_SPARE_CALLS: Final = 64  # health and reflection beside a full house of requests
+# beside a full house of requests: health, reflection, and what is just being refused
+NUM_SPARE_CALLS: Final = MAX_CHECKS + MAX_WATCHES + 64
 
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -159,7 +161,11 @@ class Server:
         num_calls = limits.max_open_calls + NUM_SPARE_CALLS
         server = grpc.aio.server(
             options=build_options(limits, num_calls=num_calls),
-            interceptors=[GuardInterceptor(self._edge), UndecodableInterceptor(self._edge)],
+            interceptors=[
+                GuardInterceptor(self._edge),
+                ProbeInterceptor(),
+                UndecodableInterceptor(self._edge),
+            ],
             maximum_concurrent_rpcs=num_calls,
         )
         generation = GenerationServicer(

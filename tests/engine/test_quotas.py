@@ -397,6 +397,22 @@ def test_what_is_over_its_quota_is_not_even_tokenized(monkeypatch: pytest.Monkey
             engine.submit(submit(ask("x", max_tokens=1), "acme"))
 
 
+def test_a_request_that_runs_is_in_nobodys_share_of_the_queue() -> None:
+    engine, runner = build_engine(
+        step_limits=ONE_ROW, bounds=LimitsSection(max_waiting_requests=10, max_waiting_tokens=10)
+    )
+    engine.quotas.set_limits(section(queue_share=0.1))  # one request
+    runner.gate.clear()
+    with serve(engine, runner):
+        engine.submit(submit(ask("x", max_tokens=1), "acme"))
+        while engine.metrics.value("requests_running") < 1:
+            pass  # a hang is the test's timeout
+        engine.submit(submit(ask("x", max_tokens=1), "acme"))
+        with pytest.raises(QuotaError, match=r"queue_share is used up: 1 of 1"):
+            engine.submit(submit(ask("x", max_tokens=1), "acme"))
+        runner.gate.set()
+
+
 def test_a_duplicate_uses_nothing_up() -> None:
     engine, runner = build_engine()
     engine.quotas.set_limits(section(requests_per_minute=2))
