@@ -39,6 +39,12 @@ def constraints() -> Constraints:
     return build_constraints(TOKENIZER)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine too, a grammar ends by what it costs and not by the time."""
+    monkeypatch.setattr(grammar_trial, "MAX_TRIAL_S", 60.0)
+
+
 @pytest.fixture
 def compiler() -> Iterator[GrammarCompiler]:
     compiler = GrammarCompiler(VOCABULARY)
