@@ -5,6 +5,7 @@ import logging
 from jaxserve.engine.live_request import LiveRequest, Outcome, outcome_label
 from jaxserve.engine.trace_ring import RequestTrace, TraceRing
 from jaxserve.metrics import Metrics
+from jaxserve.metrics.tenants import ANONYMOUS
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class Accounts:
             metrics.inference_seconds.observe(inference_s)
             if live.longest_output > 1:
                 metrics.tpot_seconds.observe(decode_s / (live.longest_output - 1))
-        preemptions = sum(sequence.num_preemptions for sequence in request.sequences)
+        preemptions = live.num_preemptions
         if self._trace is not None:
             self._trace.add_request(
                 RequestTrace(
@@ -83,9 +84,10 @@ class Accounts:
                 )
             )
         logger.info(
-            "finished request_id=%r reason=%s prompt_tokens=%d output_tokens=%d preemptions=%d "
-            "queue_s=%s ttft_s=%s decode_s=%s e2e_s=%s",
+            "finished request_id=%r tenant=%s reason=%s prompt_tokens=%d output_tokens=%d "
+            "preemptions=%d queue_s=%s ttft_s=%s decode_s=%s e2e_s=%s",
             request.id,
+            request.tenant or ANONYMOUS,
             reason,
             len(request.prompt),
             live.num_output,

@@ -11,9 +11,9 @@ from jaxserve.config import Config
 from jaxserve.engine import limits
 from jaxserve.engine.accounts import Accounts, ThroughputLog
 from jaxserve.engine.intake import EngineState, Intake
-from jaxserve.engine.live_choice import LiveChoice
-from jaxserve.engine.live_request import LiveRequest, Outcome, build_live_request, late_outcome
-from jaxserve.engine.masks import find_masked
+from jaxserve.engine.live_choice import LiveChoice, find_stopped
+from jaxserve.engine.live_request import Outcome, build_live_request, late_outcome, note_step
+from jaxserve.engine.masks import fill_masks
 from jaxserve.engine.pipeline import Pipeline
 from jaxserve.engine.quotas import Quotas
 from jaxserve.engine.reader_account import ReaderAccount
@@ -31,7 +31,7 @@ from jaxserve.errors import (
     SlowReaderError,
 )
 from jaxserve.metrics import Metrics
-from jaxserve.plan import Runner, StepPlan, StepResult, TokenMask
+from jaxserve.plan import Runner, StepPlan
 from jaxserve.request import FinishReason, GenerationRequest, Request, StructuredOutput
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.scheduler import Scheduler, Update
@@ -176,6 +176,7 @@ class Engine:
                 ),
                 delivery=delivery,
                 total=self._unread,
+                on_end=asked.on_end,
             )
             accept = functools.partial(self._accounts.accept, live)
             with self.quotas.admitting(request):
@@ -307,52 +308,25 @@ class Engine:
         while len(self._in_flight) > 1:
             self._retire()
         self._steps.lap("commit")
-        masks: dict[int, TokenMask] = {}
-        for sequence_id in find_masked(plan):
-            choice = self._by_sequence.get(sequence_id)
-            if choice is None or choice.constraint is None:  # it has ended by what was just read
-                continue
-            try:
-                masks[sequence_id] = choice.constraint.fill_mask()
-            except RequestError as error:
-                self._finish(choice.live.request, error)
+        masks = fill_masks(plan, self._by_sequence)
+        for choice, error in masks.failed:
+            self._finish(choice.live.request, error)
         self._steps.lap("mask")
-        self._in_flight.launch_output(masks)
+        self._in_flight.launch_output(masks.by_sequence)
 
     def _retire(self) -> None:
         self._waker.flush()  # before it may take long
         plan, result = self._in_flight.retire()
         now_s = self._clock()
-        stopped = self._match_stops(result)
+        stopped = find_stopped(result, self._by_sequence)
         self._steps.lap("detokenize")
-        self._note_step(plan, result)
+        note_step(plan, result, self._by_sequence)
         for update in self._scheduler.commit(plan, result, stopped):
             self._deliver(update, now_s)
         self._make_room()
 
     def _name_of(self, sequence_id: int) -> str:
         return self._by_sequence[sequence_id].live.request.id
-
-    def _note_step(self, plan: StepPlan, result: StepResult) -> None:
-        lives: dict[LiveRequest, None] = {}  # a request may have several choices in a step
-        for chunk in plan.chunks:
-            choice = self._by_sequence.get(chunk.sequence_id)
-            if choice is None:
-                continue
-            lives[choice.live] = None
-        for live in lives:
-            live.compile_s += result.compile_s
-            if live.first_token_s is None:
-                live.note_prefill(num_tokens=plan.num_tokens, bucket=result.bucket)
-
-    def _match_stops(self, result: StepResult) -> set[int]:
-        """Returns the sequences that a stop string ends with this step's token."""
-        stopped = set()
-        for sequence_id, token_id in result.token_ids.items():
-            choice = self._by_sequence.get(sequence_id)  # None: ended, and the token is surplus
-            if choice is not None and choice.match(token_id):
-                stopped.add(sequence_id)
-        return stopped
 
     def _deliver(self, update: Update, now_s: float) -> None:
         choice = self._by_sequence.get(update.sequence.id)
@@ -430,6 +404,7 @@ class Engine:
             self._scheduler.finish(request)
         self._accounts.finish(live, outcome, now_s)
         live.end(outcome, now_s=now_s)
+        live.tell_end(outcome, now_s=now_s)
         for tap in self._taps:
             tap(request, live.num_output)
 

@@ -1,9 +1,11 @@
 """One choice of a request while it is in the engine: its text, its stops, its mask, its end."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from jaxserve.engine.stream import Decoder
+from jaxserve.plan import StepResult
 from jaxserve.request import FinishReason
 from jaxserve.text.constraints import Constraint
 from jaxserve.text.stops import StopMatcher
@@ -63,6 +65,7 @@ class LiveChoice:
       constraint: what may be drawn next; None is everything. It has seen each delivered token once.
       num_output: tokens delivered.
       has_ended: its end is in the stream.
+      reason: of that end; None before, and after an error.
     """
 
     live: "LiveRequest"
@@ -73,6 +76,7 @@ class LiveChoice:
     last_token_s: float | None = None
     last_token_id: int | None = None
     has_ended: bool = False
+    reason: FinishReason | None = None
 
     def match(self, token_id: int) -> bool:
         """Searches the next token's text; True where a stop string ends the choice with it."""
@@ -105,3 +109,17 @@ class LiveChoice:
     def flush(self) -> str:
         """Returns the text that was held back."""
         return self.stops.flush() if self.stops else ""
+
+
+def find_stopped(result: StepResult, choices: Mapping[int, LiveChoice]) -> set[int]:
+    """Returns the sequences that a stop string ends with this step's token.
+
+    Args:
+      choices: those that have not ended, by sequence id; all other tokens are surplus.
+    """
+    stopped = set()
+    for sequence_id, token_id in result.token_ids.items():
+        choice = choices.get(sequence_id)
+        if choice is not None and choice.match(token_id):
+            stopped.add(sequence_id)
+    return stopped

@@ -1,7 +1,7 @@
 """A request while it is in the engine: its choices, its stream, its stamps and accounts."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxserve.engine.events import ChoiceFinished, ExecutionInfo, Finished, Timings, Usage
 from jaxserve.engine.live_choice import LiveChoice, StopText
@@ -11,8 +11,8 @@ from jaxserve.engine.unread import UnreadTotal
 from jaxserve.engine.waker import Waker
 from jaxserve.errors import DeadlineError, JaxserveError
 from jaxserve.metrics import error_label
-from jaxserve.plan import Bucket, TokenLogprobs
-from jaxserve.request import FinishReason, Request
+from jaxserve.plan import Bucket, StepPlan, StepResult, TokenLogprobs
+from jaxserve.request import FinishReason, Request, RequestEnd
 from jaxserve.scheduler.scheduler import Update
 from jaxserve.text.constraints import Constraint
 from jaxserve.text.detokenizer import Detokenizer
@@ -34,6 +34,7 @@ class LiveRequest:
       scheduled_s: first scheduled; None until then.
       num_prefill_tokens: tokens that its prefill steps computed, batch mates' among them.
       num_prefill_padded: tokens of those steps' buckets.
+      on_end: as in `GenerationRequest`.
     """
 
     request: Request
@@ -49,6 +50,7 @@ class LiveRequest:
     num_prefill_tokens: int = 0
     num_prefill_padded: int = 0
     compile_s: float = 0.0
+    on_end: Callable[[RequestEnd], None] | None = None
 
     @property
     def num_output(self) -> int:
@@ -102,6 +104,7 @@ class LiveRequest:
     def end_choice(self, choice: LiveChoice, reason: FinishReason) -> None:
         """Gives the reader the end of a choice that others outlive."""
         choice.has_ended = True
+        choice.reason = reason
         ended = ChoiceFinished(
             index=choice.index, reason=reason, matched_stop=choice.matched_stop(reason)
         )
@@ -125,6 +128,7 @@ class LiveRequest:
             end_s=now_s,
         )
         last.has_ended = True
+        last.reason = outcome
         self.stream.finish(finished, last_text=last.flush())
 
     def timings(self, end_s: float) -> Timings:
@@ -140,14 +144,41 @@ class LiveRequest:
             compile_s=self.compile_s,
         )
 
+    def tell_end(self, outcome: Outcome, *, now_s: float) -> None:
+        """Tells who asked for it; its stream has its end."""
+        if self.on_end is None:
+            return
+        first_s, last_s, scheduled_s = self.first_token_s, self.last_token_s, self.scheduled_s
+        arrival_s = self.request.arrival_s
+        has_tokens = first_s is not None and last_s is not None and scheduled_s is not None
+        reasons = tuple(choice.reason for choice in self.choices if choice.reason is not None)
+        self.on_end(
+            RequestEnd(
+                request=self.request,
+                outcome=outcome,
+                reasons=() if isinstance(outcome, JaxserveError) else reasons,
+                completion_tokens=self.num_output,
+                queue_s=(now_s if scheduled_s is None else scheduled_s) - arrival_s,
+                time_to_first_token_s=None if first_s is None else first_s - arrival_s,
+                prefill_s=first_s - scheduled_s if has_tokens else None,
+                decode_s=last_s - first_s if has_tokens else None,
+                e2e_s=now_s - arrival_s,
+                preemptions=self.num_preemptions,
+            )
+        )
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that pages were taken back, of all choices."""
+        return sum(sequence.num_preemptions for sequence in self.request.sequences)
+
     def _execution(self) -> ExecutionInfo:
         padded = self.num_prefill_padded
-        sequences = self.request.sequences
         return ExecutionInfo(
             prefill_bucket_tokens=self.prefill_bucket_tokens,
             prefill_chunks=self.prefill_chunks,
             padding_fraction=1 - self.num_prefill_tokens / padded if padded else 0.0,
-            preemptions=sum(sequence.num_preemptions for sequence in sequences),
+            preemptions=self.num_preemptions,
         )
 
 
@@ -162,6 +193,7 @@ def build_live_request(
     reader: ReaderAccount,
     delivery: Delivery,
     total: UnreadTotal[Stream],
+    on_end: Callable[[RequestEnd], None] | None = None,
 ) -> LiveRequest:
     """Returns the request with its stream; with stop strings its text is made on this side.
 
@@ -191,7 +223,7 @@ def build_live_request(
         delivery=delivery,
         total=total,
     )
-    live = LiveRequest(request=request, stream=stream)
+    live = LiveRequest(request=request, stream=stream, on_end=on_end)
     constraints = [constraint.fork() if constraint and index else constraint for index in indices]
     live.choices += [
         LiveChoice(
@@ -209,6 +241,19 @@ def _build_stops(request: Request, decoder: Detokenizer) -> StopText:
     sampling = request.sampling
     matcher = StopMatcher(sampling.stop_strings, sampling.include_stop_text)
     return StopText(decoder=decoder, matcher=matcher, min_tokens=sampling.min_tokens)
+
+
+def note_step(plan: StepPlan, result: StepResult, choices: Mapping[int, LiveChoice]) -> None:
+    """Accounts a step that was read to the requests in it, once each.
+
+    Args:
+      choices: those that have not ended, by sequence id.
+    """
+    found = (choices.get(chunk.sequence_id) for chunk in plan.chunks)
+    for live in dict.fromkeys(choice.live for choice in found if choice is not None):
+        live.compile_s += result.compile_s
+        if live.first_token_s is None:
+            live.note_prefill(num_tokens=plan.num_tokens, bucket=result.bucket)
 
 
 def late_outcome(request: Request, now_s: float) -> FinishReason | DeadlineError:
