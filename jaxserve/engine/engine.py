@@ -78,7 +78,7 @@ class Engine:
         self.config = config
         self.model = model
         self.metrics = metrics
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._clock = clock
         self.kv_token_bytes = page_bytes / config.kv.page_size
         self.quotas = Quotas(config.limits, metrics=metrics, clock=clock)
@@ -240,7 +240,8 @@ class Engine:
             while self._wait_for_work():
                 self._step()
             self._end_rest()
-        except Exception as error:  # noqa: BLE001  # whatever it is, every request gets its end
+        # Whatever it is, every request gets its end; a panic of a library in Rust is no Exception.
+        except BaseException as error:  # noqa: BLE001
             self._fail(error)
         else:
             self._change_state(EngineState.STOPPED)
@@ -417,7 +418,7 @@ class Engine:
             self._retire()
         self._scheduler.update_gauges()
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         logger.error("the engine failed and ends every request", exc_info=error)
         self.error = error
         self._in_flight.clear()

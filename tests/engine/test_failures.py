@@ -149,6 +149,19 @@ def test_an_engine_that_breaks_ends_every_request_and_says_so(
     assert "secret" not in caplog.text
 
 
+def test_a_panic_of_a_library_which_is_no_exception_ends_every_request_too() -> None:
+    class Panic(BaseException):
+        pass
+
+    def on_launch(_: StepPlan) -> None:
+        raise Panic
+
+    engine, runner = build_engine(on_launch=on_launch)
+    with serve(engine, runner), pytest.raises(EngineDeadError, match="the engine failed: Panic"):
+        gather(engine.submit(ask((1,))))
+    assert engine.state is EngineState.FAILED
+
+
 def test_a_token_outside_the_vocabulary_gives_no_text_and_no_fault() -> None:
     engine, runner = build_engine(script=lambda _, index: VOCAB_SIZE + 5 if index == 1 else 65)
     runner.vocab_size = VOCAB_SIZE + 10  # a head that is wider than the tokenizer
