@@ -172,7 +172,7 @@ async def test_penalties_biases_and_temperature_change_no_logprob(small_runner: 
                 ignore_eos=True,
                 logprobs=3,
                 include_token_ids=True,
-                **options,  # type: ignore[arg-type]
+                **options,
             )
             check(whole.logprobs, (*prompt, *whole.token_ids), num_top=3)
             if "logit_bias" in options:

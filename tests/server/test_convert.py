@@ -284,7 +284,12 @@ def test_every_choice_of_a_tool_arrives() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda chat: chat.tool_choice.MergeFrom(PB_CHOICE(mode="MODE_REQUIRED", function="add")), "both a mode"),
+        (
+            lambda chat: chat.tool_choice.MergeFrom(
+                PB_CHOICE(mode="MODE_REQUIRED", function="add")
+            ),
+            "both a mode",
+        ),
         (lambda chat: chat.tool_choice.MergeFrom(PB_CHOICE(function="sub")), "'sub'"),
         (lambda chat: chat.MergeFrom(PB_CHAT(tools_json="[3]")), r"tools\[0\] is not a tool"),
         (lambda chat: chat.MergeFrom(PB_CHAT(tools_json="{}")), "not a list"),

@@ -25,8 +25,9 @@ def test_every_reason_is_documented_with_its_status() -> None:
 @pytest.mark.asyncio
 async def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = re.findall(r"^    from jaxserve.*?(?=^\S)", TEXT, flags=re.MULTILINE | re.DOTALL)
-    options = {"chat_template": CHAT_TEMPLATE, "max_model_tokens": 200, "num_pages": 201}
-    async with run_server(script=None, **options) as running:
+    async with run_server(
+        script=None, chat_template=CHAT_TEMPLATE, max_model_tokens=200, num_pages=201
+    ) as running:
         code = textwrap.dedent(program).replace("127.0.0.1:50051", running.target)
         await asyncio.to_thread(exec, compile(code, "docs/grpc.md", "exec"), {})
         assert running.num_submitted == 4
