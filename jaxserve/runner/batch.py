@@ -103,6 +103,8 @@ def build_packed(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> np.ndarray
 
 def find_sampled_rows(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> list[SampledRow]:
     """Returns what the plan samples, chunk by chunk, each with its forks after it."""
+    for chunk in plan.chunks:
+        assert chunk.samples or not chunk.forks, f"forks of a chunk that samples nothing: {chunk}"
     return [
         SampledRow(
             sequence_id=sequence_id,

@@ -7,6 +7,7 @@ import jax
 
 from jaxserve.config import Config
 from jaxserve.model.config import MAX_EOS_IDS, ModelConfig
+from jaxserve.model.masks import num_words
 from jaxserve.model.params import num_param_bytes
 from jaxserve.runner.buckets import BucketScheme, build_scheme
 from jaxserve.runner.memory import (
@@ -119,6 +120,8 @@ def _needed_bytes(
     _, state, hidden_TD = jax.eval_shape(lambda: init_arrays(spec=sizes.spec))
     leaves = jax.tree.leaves((state, hidden_TD))
     held: int = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    full_rows = (bucket.rows for bucket in sizes.scheme.outputs if bucket.variant == "full")
+    held += 4 * num_words(model.padded_vocab_size) * sum(full_rows)  # their masks of ones
     return num_param_bytes(model, dtypes[0]) + held + program_bytes
 
 

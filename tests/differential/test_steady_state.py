@@ -10,10 +10,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxserve.engine import Delta, Finished
+from jaxserve.engine import Delta, Finished, Started
 from jaxserve.errors import DeadlineError, InvalidRequestError
 from jaxserve.metrics import Metrics
-from jaxserve.request import GenerationRequest, SamplingParams
+from jaxserve.request import FinishReason, GenerationRequest, SamplingParams, StructuredOutput
 from jaxserve.runner.runner import Runner
 from tests.differential import small
 from tests.differential.small import MAX_MODEL_TOKENS, Guest, Play, bucket_steps, oracle_output
@@ -60,6 +60,11 @@ def any_sampling(rng: random.Random) -> SamplingParams:
         stop_token_ids=maybe((), tuple(ids[:1]), tuple(ids)),
         ignore_eos=rng.random() < 0.5,
         include_stop_text=rng.random() < 0.5,
+        num_choices=rng.choice((1, 1, 1, 2, 3, 4)),
+        logprobs=maybe(None, 0, 1, 20),
+        prompt_logprobs=rng.choice((None, None, None, 0, 2)),
+        allowed_token_ids=rng.choice((None, None, None, tuple({*range(20, 60), *ids}))),
+        bad_words=rng.choice(((), (), (), ("a", "ab"))),
     )
 
 
@@ -67,9 +72,16 @@ def any_request(rng: random.Random) -> GenerationRequest:
     prompt_len = rng.choice((1, 2, 4, 5, 6, 9, 10, 11, rng.randrange(1, MAX_MODEL_TOKENS)))
     sampling = any_sampling(rng)
     max_tokens = min(rng.choice((1, 1, 2, 2, 3, 3, 5, 8, 8, 30)), MAX_MODEL_TOKENS - prompt_len)
+    max_tokens, structured = max(max_tokens, sampling.min_tokens, 1), None
+    if sampling.prompt_logprobs is not None and rng.random() < 0.3:
+        max_tokens = 0
+        sampling = replace(sampling, min_tokens=0, num_choices=1)
+    elif sampling.min_tokens == 0 and not sampling.ignore_eos and rng.random() < 0.3:
+        structured = StructuredOutput(kind="regex", text="[a-f]{1,3}( [0-9]+)?")
     return GenerationRequest(
         prompt=tuple(rng.randrange(MODEL.vocab_size) for _ in range(prompt_len)),
-        sampling=replace(sampling, max_tokens=max(max_tokens, sampling.min_tokens, 1)),
+        sampling=replace(sampling, max_tokens=max_tokens),
+        structured_output=structured,
         priority=rng.choice((0, 0, 0, 1)),
     )
 
@@ -82,7 +94,7 @@ class Fuzz:
         self.runner = runner
         self.ends: Counter[str] = Counter()
         self.num_steps = 0
-        self.compared: list[tuple[GenerationRequest, list[int]]] = []
+        self.compared: list[tuple[GenerationRequest, int, list[int]]] = []
 
     def play_round(self, num_requests: int, *, overlap: bool) -> None:
         rng, play = self.rng, Play(self.runner, overlap=overlap)
@@ -117,17 +129,26 @@ class Fuzz:
             assert all(pool.is_deleted() for pool in before)
 
     def read(self, request: GenerationRequest, guest: Guest) -> None:
-        token_ids: list[int] = []
+        sampling = request.sampling
+        token_ids: list[list[int]] = [[] for _ in range(sampling.num_choices)]
+        num_scored = 0
         try:
             for event in guest.stream:
                 if isinstance(event, Delta):
-                    token_ids += event.token_ids
+                    token_ids[event.index] += event.token_ids
+                    num_wanted = len(event.token_ids) * (sampling.logprobs is not None)
+                    assert len(event.logprobs) == num_wanted
+                elif isinstance(event, Started):
+                    num_scored = len(event.prompt_logprobs)
                 elif isinstance(event, Finished):
                     self.ends[event.reason.value] += 1
+                    if event.reason is not FinishReason.CANCELLED:
+                        wants_prompt = sampling.prompt_logprobs is not None
+                        assert num_scored == wants_prompt * (len(request.prompt) - 1)
         except DeadlineError:
             self.ends["late"] += 1
-        if request.sampling.seed is not None or request.sampling.is_greedy:
-            self.compared.append((request, token_ids))
+        if sampling.seed is not None or sampling.is_greedy:
+            self.compared += [(request, choice, ids) for choice, ids in enumerate(token_ids)]
 
 
 def live_bytes() -> int:
@@ -146,6 +167,8 @@ def test_two_thousand_requests_of_all_kinds_compile_and_keep_nothing(
         metrics.value("recompiles_total"),
         metrics.value("preemptions_total"),
     )
+    names = ("forked_choices", "kv_page_copies", "masked_tokens", "scored_tokens")
+    ran = {f"{name}_total": metrics.value(f"{name}_total") for name in names}
     held = live_bytes()
     compile_events.clear()
     for index in range(NUM_ROUNDS):
@@ -159,13 +182,15 @@ def test_two_thousand_requests_of_all_kinds_compile_and_keep_nothing(
     wanted = {"eos", "stop", "max_tokens", "cancelled", "late", "refused"}
     assert wanted <= set(fuzz.ends), fuzz.ends
     assert metrics.value("preemptions_total") > preemptions
+    for name, then in ran.items():
+        assert metrics.value(name) > then, name
     steps = bucket_steps(small_runner)
     assert all(steps[name] > steps_before[name] for name in steps)
     outputs = [metrics.value("output_programs_total", variant=v) for v in variants]
     assert all(now > then for now, then in zip(outputs, outputs_before, strict=True))
     # And the outputs are what each would get alone (a part: the oracle is slow).
-    for request, token_ids in fuzz.compared[::30]:
-        assert token_ids == oracle_output(request)[: len(token_ids)]
+    for request, choice, token_ids in fuzz.compared[::30]:
+        assert token_ids == oracle_output(request, choice=choice)[: len(token_ids)]
 
 
 def test_the_ear_hears_a_trace_and_a_compile(compile_events: Counter[str]) -> None:

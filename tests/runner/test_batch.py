@@ -90,6 +90,12 @@ def test_forks_are_sampled_from_the_hidden_state_of_their_chunk() -> None:
     ]
 
 
+def test_a_chunk_that_samples_nothing_has_no_forks() -> None:
+    chunk = dataclasses.replace(PLAN.chunks[2], forks=(Fork(sequence_id=11, row=1),))
+    with pytest.raises(AssertionError, match="forks of a chunk that samples nothing"):
+        batch.find_sampled_rows(dataclasses.replace(PLAN, chunks=(chunk,)), BUCKET, SPEC)
+
+
 def test_masks_are_copied_into_their_rows_and_all_else_is_ones() -> None:
     plan = dataclasses.replace(
         PLAN, chunks=tuple(dataclasses.replace(c, is_masked=True) for c in PLAN.chunks)
