@@ -126,9 +126,12 @@ def test_what_the_engine_is_made_of_is_the_configurations(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--target", "ftp://x"], "is not in-process, grpc://HOST:PORT or http"),
+        (["--target", "ftp://x"], "is not in-process, grpc://HOST:PORT, grpcs://HOST:PORT or http"),
         (["--target", "grpc://x:1", "--dtype", "float32"], "--dtype has no meaning for --target"),
         (["--target", "grpc://x:1", "--extras", "vllm"], "--extras has no meaning"),
+        (["--target", "grpc://x:1", "--ca-file", "x"], "--ca-file has no meaning"),
+        (["--target", "grpcs://x:1", "--ca-file", "/no/file"], "--ca-file /no/file: No such file"),
+        (["--target", "grpcs://x:1", "--api-key-env", "NOBODY"], "--api-key-env NOBODY"),
         (["--model-name", "m"], "--model-name has no meaning for --target in-process"),
         (["--limit", "speed=1"], "limit 'speed=1' is not one; write ttft=S"),
         (["--limit", "chta:ttft=1"], "is for prompt class 'chta', but the load's classes are none"),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ from jaxserve.measure.records import RequestRecord
 from jaxserve.measure.replay import Replay
 from jaxserve.measure.targets.base import Ask, Target, TargetError
 from jaxserve.measure.targets.grpc_server import GrpcTarget
+from tests.server.credentials import Files, sections, write_keys
 from tests.server.harness import run_server
 
 Response = generation_pb2.StreamGenerateResponse
@@ -104,6 +106,22 @@ def test_a_name_that_is_not_served_is_an_error_with_those_that_are() -> None:
         async with run_server() as running, opened(running.target, model="other") as target:
             with pytest.raises(TargetError, match="'other' is not served there, but bytes"):
                 await target.describe()
+
+    asyncio.run(work())
+
+
+def test_a_server_with_tls_and_keys_is_replayed_against(tmp_path: Path) -> None:
+    files = Files(folder=tmp_path)
+    keys, (key,) = write_keys(tmp_path, "acme")
+
+    async def work() -> None:
+        async with run_server(sections=sections(keys, files.section())) as running:
+            async with opened(running.target, tls=files.trust(), key=key) as target:
+                assert (await target.describe()).model == "bytes"
+                assert (await replay(target, [build_ask()]))[0].outcome == "ok"
+            async with opened(running.target, tls=files.trust()) as target:
+                with pytest.raises(TargetError, match="a valid key is needed"):
+                    await target.describe()
 
     asyncio.run(work())
 

@@ -25,9 +25,10 @@ SIMPLE: Final = (
 )  # fmt: skip
 # Options that say something of a server elsewhere, and of an engine in this process.
 REMOTE_ONLY: Final = (
-    "model_name", "metrics_url", "bundle_digest", "hardware", "jax_version",
+    "model_name", "metrics_url", "bundle_digest", "hardware", "jax_version", "api_key_env",
 )  # fmt: skip
-HTTP_ONLY: Final = ("api", "extras", "api_key_env", "vocab_size")
+HTTP_ONLY: Final = ("api", "extras", "vocab_size")
+GRPCS_ONLY: Final = ("ca_file",)
 LOCAL_ONLY: Final = ("dtype", "config", "set")
 LIMITS_HELP: Final = """\
 Limits, in seconds, that a request must meet for its tokens to count:
@@ -54,7 +55,8 @@ def add_replay_options(parser: argparse.ArgumentParser) -> None:
         "--target",
         default=IN_PROCESS,
         metavar="T",
-        help="in-process, grpc://HOST:PORT, or http://HOST:PORT/v1 (default: %(default)s)",
+        help="in-process, grpc://HOST:PORT, grpcs://HOST:PORT with TLS, or http://HOST:PORT/v1 "
+        "(default: %(default)s)",
     )
     _add_load(parser)
     group = parser.add_argument_group("measuring")
@@ -171,6 +173,12 @@ def _add_remote(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--api-key-env", metavar="NAME", help="variable that holds the API key")
     group.add_argument(
+        "--ca-file",
+        type=Path,
+        metavar="PEM",
+        help="who may vouch for a grpcs server (default: the system's list)",
+    )
+    group.add_argument(
         "--vocab-size", type=int, metavar="N", help="for made-up prompts over HTTP, without MODEL"
     )
 
@@ -184,14 +192,17 @@ def check_target(options: argparse.Namespace) -> None:
     target = options.target
     refused: tuple[str, ...]
     if target == IN_PROCESS:
-        refused = (*REMOTE_ONLY, *HTTP_ONLY)
-    elif target.startswith("grpc://"):
+        refused = (*REMOTE_ONLY, *HTTP_ONLY, *GRPCS_ONLY)
+    elif target.startswith("grpcs://"):
         refused = (*LOCAL_ONLY, *HTTP_ONLY)
+    elif target.startswith("grpc://"):
+        refused = (*LOCAL_ONLY, *HTTP_ONLY, *GRPCS_ONLY)
     elif target.startswith(("http://", "https://")):
-        refused = LOCAL_ONLY
+        refused = (*LOCAL_ONLY, *GRPCS_ONLY)
     else:
         raise ConfigError(
-            f"--target {target!r} is not in-process, grpc://HOST:PORT or http://HOST:PORT/v1"
+            f"--target {target!r} is not in-process, grpc://HOST:PORT, grpcs://HOST:PORT or "
+            "http://HOST:PORT/v1"
         )
     for name in refused:
         if getattr(options, name):

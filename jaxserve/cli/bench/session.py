@@ -6,6 +6,7 @@ import contextlib
 import os
 import urllib.parse
 from collections.abc import Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING
 
 from jaxserve.cli.bench.options import IN_PROCESS
 from jaxserve.cli.options import DEFAULT_MODEL, read_config
@@ -16,6 +17,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.measure.bench_options import Served
 from jaxserve.measure.targets import Target
 from jaxserve.measure.targets.in_process import InProcessTarget
+
+if TYPE_CHECKING:  # grpc is for who asks for it
+    from jaxserve.client import Tls
 
 
 def run_against[T](
@@ -71,7 +75,11 @@ async def _run_remote[T](
         from jaxserve.measure.targets.grpc_server import GrpcTarget  # here: no other needs grpc
 
         target = GrpcTarget(
-            address, model=options.model_name or "", metrics_url=options.metrics_url
+            address,
+            model=options.model_name or "",
+            metrics_url=options.metrics_url,
+            tls=_read_tls(options),
+            key=_read_key(options.api_key_env) or "",
         )
     else:
         from jaxserve.measure.targets.openai_endpoint import OpenAITarget  # nor httpx
@@ -105,7 +113,7 @@ async def _run_remote[T](
 
 
 def _is_grpc(options: argparse.Namespace) -> bool:
-    return str(options.target).startswith("grpc://")
+    return str(options.target).startswith(("grpc://", "grpcs://"))
 
 
 def _is_loopback(target: str) -> bool:
@@ -132,6 +140,20 @@ def _read_model(options: argparse.Namespace) -> tuple[Tokenizer | None, int, str
 
     header = find_model(options.model).load_header()
     return header.tokenizer, header.config.vocab_size, header.identity
+
+
+def _read_tls(options: argparse.Namespace) -> "Tls | None":
+    """Returns how a grpcs target is to be trusted; None for plaintext."""
+    if not str(options.target).startswith("grpcs://"):
+        return None
+    from jaxserve.client import Tls
+
+    if options.ca_file is None:
+        return Tls()
+    try:
+        return Tls(root_certificates=options.ca_file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"--ca-file {options.ca_file}: {error.strerror}") from error
 
 
 def _read_key(name: str | None) -> str | None:

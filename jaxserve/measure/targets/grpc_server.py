@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import grpc
 
-from jaxserve.client import AsyncClient, Delta, Finish, ServerError
+from jaxserve.client import AsyncClient, Delta, Finish, ServerError, Tls
 from jaxserve.measure.server_metrics import Snapshot
 from jaxserve.measure.targets.base import (
     Ask,
@@ -39,14 +39,24 @@ DESCRIBE_TIMEOUT_S: Final = 60.0
 class GrpcTarget:
     """Replays against one address, over one channel; token ids and usage come from the server."""
 
-    def __init__(self, address: str, *, model: str = "", metrics_url: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        model: str = "",
+        metrics_url: str | None = None,
+        tls: Tls | None = None,
+        key: str = "",
+    ) -> None:
         """Args:
         address: "host:port".
         model: the name to ask for; "" is the one that is served.
         metrics_url: of the server's metrics over HTTP; None is none.
+        tls: None is plaintext.
+        key: for a server that asks for one; empty for none.
         """
         self._address = address
-        self._client = AsyncClient(address)
+        self._client = AsyncClient(address, tls=tls, key=key)
         self._model = model
         self._scraper = None if metrics_url is None else Scraper(metrics_url)
 
