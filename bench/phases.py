@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jaxserve
@@ -31,7 +31,7 @@ from jaxserve.config import MeasureSection, load_config
 from jaxserve.engine.step_clock import StepClock
 from jaxserve.measure.phases import StepCosts
 from jaxserve.metrics import Metrics
-from jaxserve.plan import Bucket, Chunk, HostPhase, StepPlan, StepResult
+from jaxserve.plan import Bucket, Chunk, HostPhase, StepPlan, StepResult, TokenMask
 from jaxserve.request import SamplingParams
 
 PROMPT_LEN = 48
@@ -171,6 +171,9 @@ class Flight:
 
     def is_ready(self) -> bool:
         return self.has_ended
+
+    def launch_output(self, masks: Mapping[int, TokenMask]) -> None:
+        raise AssertionError("no row of it is masked")
 
     def result(self) -> StepResult:
         return self._result
