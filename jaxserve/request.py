@@ -2,8 +2,10 @@
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
+
+from jaxserve.errors import JaxserveError
 
 
 class FinishReason(enum.Enum):
@@ -146,6 +148,8 @@ class GenerationRequest:
       structured_output: the form of the output; None is free.
       tenant: whose it is, as the server knows it from the credentials; "" where there are none.
         Ids of requests are the tenant's own.
+      on_end: told once of the end of a request that was accepted, on the engine's thread, after its
+        stream was: it must return at once and raise nothing. None costs nothing.
     """
 
     prompt: str | tuple[int, ...] | ChatPrompt
@@ -156,6 +160,9 @@ class GenerationRequest:
     priority: int = 0
     deadline_s: float | None = None
     queue_timeout_s: float | None = None
+    on_end: "Callable[[RequestEnd], None] | None" = dataclasses.field(
+        default=None, compare=False, repr=False
+    )
 
 
 class SequenceState(enum.Enum):
@@ -250,3 +257,31 @@ class Request:
     tenant: str = ""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     num_scored: int = 0
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class RequestEnd:
+    """What became of an accepted request, for who asked to be told. Times are in seconds.
+
+    Attributes:
+      outcome: how it ended.
+      reasons: of each choice; empty after an error.
+      completion_tokens: delivered, of all choices.
+      time_to_first_token_s: from its arrival; None where there was no token.
+      prefill_s: first scheduled to first token; None where there was none.
+      decode_s: first to last token; likewise.
+      queue_s: arrival to first scheduled, or to the end where it never was.
+      e2e_s: arrival to end.
+      preemptions: times its pages were taken back.
+    """
+
+    request: Request
+    outcome: FinishReason | JaxserveError
+    reasons: tuple[FinishReason, ...]
+    completion_tokens: int
+    queue_s: float
+    time_to_first_token_s: float | None
+    prefill_s: float | None
+    decode_s: float | None
+    e2e_s: float
+    preemptions: int

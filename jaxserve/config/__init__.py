@@ -29,6 +29,7 @@ from jaxserve.config.sections import (
     TenantLimits,
     TenantsSection,
     TlsSection,
+    TracingSection,
     check_tenant_name,
     is_loopback,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "TenantLimits",
     "TenantsSection",
     "TlsSection",
+    "TracingSection",
     "check_tenant_name",
     "default_cache_dir",
     "find_problems",

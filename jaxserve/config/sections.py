@@ -277,6 +277,11 @@ class ServerSection(Section):
     reflection: bool = pydantic.Field(
         True, description="Tell gRPC clients what can be called; with keys, those that have one."
     )
+    vllm_engine: bool = pydantic.Field(
+        False,
+        description="Serve vllm.grpc.engine.VllmEngine on the same port, for the gateway smg "
+        "(docs/smg.md). Extra: smg.",
+    )
     http_host: str = pydantic.Field(
         "127.0.0.1", min_length=1, description="Address to bind for HTTP (docs/http.md)."
     )
@@ -476,6 +481,48 @@ class MeasureSection(Section):
         return self
 
 
+class TracingSection(Section):
+    """Spans of requests, sent to an OpenTelemetry collector (docs/operations.md). Extra: otel."""
+
+    endpoint: str | None = pydantic.Field(
+        None,
+        description="Collector that takes OTLP over gRPC, such as http://localhost:4317; https has "
+        "TLS. Unset: nothing is traced.",
+    )
+    sample_ratio: float = pydantic.Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of the requests that come without a traceparent; others say themselves.",
+    )
+    service_name: str = pydantic.Field(
+        "jaxserve", min_length=1, description="What this server is called in traces."
+    )
+    max_queue_spans: int = pydantic.Field(
+        4096, ge=1, description="Spans that wait to be sent; what finds no room is counted."
+    )
+    export_interval_s: float = pydantic.Field(
+        1.0, gt=0, le=60, description="Between sendings, while there are few spans."
+    )
+    export_timeout_s: float = pydantic.Field(
+        10.0, gt=0, le=600, description="For one sending, repetitions and all."
+    )
+
+    @pydantic.field_validator("endpoint")
+    @classmethod
+    def _check_endpoint(cls, endpoint: str | None) -> str | None:
+        if endpoint is None:
+            return None
+        scheme, separator, rest = endpoint.partition("://")
+        host, _, port = rest.rstrip("/").rpartition(":")
+        is_port = port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16
+        if scheme not in ("http", "https") or not separator or not is_port or not host:
+            raise ValueError("it must be http://HOST:PORT or https://HOST:PORT of a collector")
+        if "/" in host or "@" in host:
+            raise ValueError("it is a host and a port alone, without a path or a user")
+        return endpoint
+
+
 class LogSection(Section):
     """The log on stderr; its level is a flag of each command."""
 
@@ -504,4 +551,5 @@ class Config(Section):
     admin: AdminSection = AdminSection()
     metrics: MetricsSection = MetricsSection()
     measure: MeasureSection = MeasureSection()
+    tracing: TracingSection = TracingSection()
     log: LogSection = LogSection()

@@ -148,9 +148,11 @@ class LiveRequest:
         """Tells who asked for it; its stream has its end."""
         if self.on_end is None:
             return
-        first_s, last_s, scheduled_s = self.first_token_s, self.last_token_s, self.scheduled_s
-        arrival_s = self.request.arrival_s
-        has_tokens = first_s is not None and last_s is not None and scheduled_s is not None
+        arrival_s, scheduled_s = self.request.arrival_s, self.scheduled_s
+        first_s, last_s = self.first_token_s, self.last_token_s
+        prefill_s = decode_s = None
+        if scheduled_s is not None and first_s is not None and last_s is not None:
+            prefill_s, decode_s = first_s - scheduled_s, last_s - first_s
         reasons = tuple(choice.reason for choice in self.choices if choice.reason is not None)
         self.on_end(
             RequestEnd(
@@ -160,8 +162,8 @@ class LiveRequest:
                 completion_tokens=self.num_output,
                 queue_s=(now_s if scheduled_s is None else scheduled_s) - arrival_s,
                 time_to_first_token_s=None if first_s is None else first_s - arrival_s,
-                prefill_s=first_s - scheduled_s if has_tokens else None,
-                decode_s=last_s - first_s if has_tokens else None,
+                prefill_s=prefill_s,
+                decode_s=decode_s,
                 e2e_s=now_s - arrival_s,
                 preemptions=self.num_preemptions,
             )

@@ -43,6 +43,7 @@ _LATE_ERRORS: Final = (errors.SlowReaderError, errors.DeadlineError, errors.Nume
 # And of those the ones that end it too: a grammar can turn out to be too complex on the way.
 _GRAMMAR_ERRORS: Final = (errors.BadGrammarError, errors.QueueFullError)
 AUTH_FAILURES: Final = ("missing", "unknown", "expired")
+SPAN_DROPS: Final = ("queue_full", "export_failed", "shutdown")
 _STATE_LABELS: Final = ("not_serving", "engine_dead")
 _Family = Counter | Gauge | Histogram | Info
 
@@ -82,6 +83,14 @@ class Metrics:
         self.http_requests = self._counter(
             "http_requests", "HTTP requests that ended.", "route", "status"
         )
+        self.trace_spans_exported = self._counter(
+            "trace_spans_exported", "Spans of requests that the collector took."
+        )
+        self.trace_spans_dropped = self._counter(
+            "trace_spans_dropped", "Spans of requests that never reached it.", "reason"
+        )
+        for reason in SPAN_DROPS:
+            self.trace_spans_dropped.labels(reason)
         for reason in refusal_labels():
             self.requests_refused.labels(reason)
         for reason in finish_labels():

@@ -25,6 +25,8 @@ from jaxserve.server.models import ModelServicer
 from jaxserve.server.probes import MAX_CHECKS, MAX_WATCHES, ProbeInterceptor
 from jaxserve.server.reflection import add_reflection
 from jaxserve.server.undecodable import UndecodableInterceptor
+from jaxserve.server.vllm_engine import SERVICE as VLLM_ENGINE
+from jaxserve.server.vllm_engine import add_vllm_engine
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +43,8 @@ _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
 class Server:
     """Listens before there is an engine, follows its state, and outlives its end.
 
-    Health: "" is liveness and is SERVING until the engine fails; the generation service is SERVING
-    exactly while the engine accepts requests.
+    Health: "" is liveness and is SERVING until the engine fails; the services that generate are
+    SERVING exactly while the engine accepts requests.
 
     Attributes:
       door: what other front ends of the process share with this one.
@@ -57,7 +59,7 @@ class Server:
           read_config: reads the configuration again, for a reload of its tenants.
 
         Raises:
-          ConfigError: keys or certificates are missing or wrong.
+          ConfigError: keys or certificates are missing or wrong, or a package is.
         """
         self.port = 0
         self.door = Door(config, metrics, read_config=read_config)
@@ -71,6 +73,8 @@ class Server:
             metrics,
             open_calls=self.door.open_calls,
             authenticator=self.door.authenticator,
+            tracing=self.door.tracing,
+            find_model=self.door.find_model,
         )
         self._server = self._build()
         self._admin = AdminServer(self.door) if config.admin.address else None
@@ -96,7 +100,7 @@ class Server:
         Raises:
           ConfigError: an address cannot be bound, or may not be without credentials.
         """
-        await self._health.set(GENERATION, _NOT_SERVING)
+        await self._set_readiness(_NOT_SERVING)
         host = self._config.server.host
         try:
             check_exposure(self._config, self.door.credentials, key="server.host", host=host)
@@ -143,6 +147,8 @@ class Server:
             await self._http.stop()
         for task in self._tasks:
             task.cancel()
+        if self.door.tracing is not None:
+            await self.door.tracing.close(grace_s)
         self.door.close()
 
     async def _follow(self) -> None:
@@ -150,11 +156,16 @@ class Server:
         while True:
             state = await self._states.get()
             is_serving = state is EngineState.SERVING
-            await self._health.set(GENERATION, _SERVING if is_serving else _NOT_SERVING)
+            await self._set_readiness(_SERVING if is_serving else _NOT_SERVING)
             if state is EngineState.FAILED:
                 await self._health.set("", _NOT_SERVING)
             if state in (EngineState.STOPPED, EngineState.FAILED):
                 self._has_ended.set()
+
+    async def _set_readiness(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        await self._health.set(GENERATION, status)
+        if self._config.server.vllm_engine:
+            await self._health.set(VLLM_ENGINE, status)
 
     def _build(self) -> grpc.aio.Server:
         limits = self._config.limits
@@ -178,6 +189,10 @@ class Server:
         models = ModelServicer(self.door.get_engine, self._edge)
         model_pb2_grpc.add_ModelServiceServicer_to_server(models, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        services = [GENERATION, MODEL, health.SERVICE_NAME]
+        if self._config.server.vllm_engine:
+            add_vllm_engine(server, self.door, self._edge)
+            services.append(VLLM_ENGINE)
         if self._config.server.reflection:
-            add_reflection(server, [GENERATION, MODEL, health.SERVICE_NAME])
+            add_reflection(server, services)
         return server

@@ -13,6 +13,7 @@ from jaxserve.server.auth import Authenticator
 from jaxserve.server.credentials import Credentials
 from jaxserve.server.open_calls import OpenCalls
 from jaxserve.server.tls import Certificates
+from jaxserve.server.tracing import Tracing
 
 NUM_THREADS: Final = 4  # that read and tokenize long requests
 NUM_FORM_THREADS: Final = 4  # where requests wait until their grammars are compiled
@@ -29,6 +30,7 @@ class Door:
         which nobody else shall wait.
       drain: begins to end the process as SIGTERM does, within a grace in seconds, or as the
         configuration says for None; None where nobody listens.
+      tracing: makes spans of calls; None where that is off.
       started_s: when the process came up, in seconds since 1970.
     """
 
@@ -39,7 +41,7 @@ class Door:
           read_config: see `Credentials`.
 
         Raises:
-          ConfigError: keys or certificates are missing or wrong.
+          ConfigError: keys or certificates are missing or wrong, or what tracing needs is not here.
         """
         self.config = config
         self.metrics = metrics
@@ -49,6 +51,8 @@ class Door:
         self.form_threads = ThreadPoolExecutor(NUM_FORM_THREADS, thread_name_prefix="jaxserve-form")
         self.drain: Callable[[float | None], None] | None = None
         self.started_s = time.time()
+        is_traced = config.tracing.endpoint is not None
+        self.tracing = Tracing(config.tracing, metrics) if is_traced else None
         self._engine: Engine | None = None
 
     @property
@@ -68,6 +72,10 @@ class Door:
     def find_engine(self) -> Engine | None:
         return self._engine
 
+    def find_model(self) -> str:
+        """Returns the served model's name; empty while it is loaded."""
+        return self._engine.model.name if self._engine else ""
+
     def get_engine(self) -> Engine:
         """Returns the engine, in whatever state it is.
 
@@ -80,5 +88,7 @@ class Door:
 
     def close(self) -> None:
         """Lets the threads end when their work is done."""
+        if self.tracing is not None:
+            self.tracing.end()
         self.threads.shutdown(wait=False)
         self.form_threads.shutdown(wait=False)

@@ -3,9 +3,10 @@ statuses."""
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -13,19 +14,38 @@ import structlog
 from google.protobuf.message import Message
 
 from jaxserve.config import LimitsSection
-from jaxserve.errors import InvalidRequestError, JaxserveError, UnauthenticatedError
+from jaxserve.errors import HttpError, InvalidRequestError, JaxserveError, UnauthenticatedError
 from jaxserve.metrics import Metrics
+from jaxserve.metrics.tenants import ANONYMOUS as NOBODYS
 from jaxserve.server.auth import ANONYMOUS, Authenticator, Tenant
 from jaxserve.server.open_calls import OpenCalls
 from jaxserve.server.rich_status import build_status
+from jaxserve.server.status import find_reason, find_row
+from jaxserve.server.tracing import Operation, RequestSpan, Tracing
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY: Final = "x-request-id"
 AUTHORIZATION_KEY: Final = "authorization"
-GENERATING: Final = frozenset({"Generate", "StreamGenerate"})  # whose calls are requests
+# Whose calls are requests.
+GENERATING: Final = frozenset({"Generate", "StreamGenerate", "VllmEngine/Generate"})
+OURS: Final = "/jaxserve."
+PLAIN: Final = (OURS, "/grpc.")  # services whose methods go by their own names in metrics
 
 Context = grpc.aio.ServicerContext[Any, Any]  # the servicers' methods fix the message types
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Entered:
+    """A call that was let in.
+
+    Attributes:
+      tenant: whose it is.
+      span: where it is traced.
+    """
+
+    tenant: Tenant
+    span: RequestSpan | None
 
 
 class Edge:
@@ -38,15 +58,21 @@ class Edge:
         *,
         open_calls: OpenCalls | None = None,
         authenticator: Authenticator | None = None,
+        tracing: Tracing | None = None,
+        find_model: Callable[[], str] = str,
     ) -> None:
         """Args:
         open_calls: shared with other doors; None counts these calls alone.
         authenticator: None asks for no key.
+        tracing: None makes no spans.
+        find_model: returns the served model's name; empty before there is one.
         """
         self._limits = limits
         self._metrics = metrics
         self._open_calls = open_calls or OpenCalls(limits)
         self._authenticator = authenticator
+        self._tracing = tracing
+        self._find_model = find_model
 
     @property
     def num_open(self) -> int:
@@ -77,25 +103,58 @@ class Edge:
 
     @contextlib.asynccontextmanager
     async def call(
-        self, context: Context, method: str, request_id: str = ""
-    ) -> AsyncIterator[None]:
+        self,
+        context: Context,
+        method: str,
+        request_id: str = "",
+        *,
+        operation: Operation | None = None,
+    ) -> AsyncIterator[Entered]:
         """Runs a call's body; whatever error leaves it becomes the call's status.
 
         A text that is not ours goes to the log, never to the client. The log's lines of the body
-        carry the request id.
+        carry the request id and the tenant.
+
+        Args:
+          operation: what a call is traced as; None makes no span.
         """
-        facts = {"request_id": request_id} if request_id else {}
-        with structlog.contextvars.bound_contextvars(**facts), self._open_calls.counting():
-            async with self._ending(context, method, request_id):
-                with self._counting_request(method):
-                    self._open_calls.check()
-                yield
+        span = self._open_span(context, operation, request_id)
+        async with self._counting(context, method, request_id, span):
+            with self._counting_request(method):
+                self._open_calls.check()
+                tenant = self.tenant_of(context)
+            structlog.contextvars.bind_contextvars(tenant=tenant.name or NOBODYS)
+            yield Entered(tenant=tenant, span=span)
 
     async def refuse(self, context: Context, method: str, error: UnauthenticatedError) -> None:
         """Ends a call that may not even begin."""
-        async with self.call(context, method):
+        async with self._counting(context, method, "", None):
             with self._counting_request(method):
+                self._open_calls.check()
                 raise error
+
+    @contextlib.asynccontextmanager
+    async def _counting(
+        self, context: Context, method: str, request_id: str, span: RequestSpan | None
+    ) -> AsyncIterator[None]:
+        """Counts a call among the open ones, and ends it."""
+        # the tenant is known later: this has it forgotten at the end
+        facts = {"tenant": NOBODYS, **({"request_id": request_id} if request_id else {})}
+        with structlog.contextvars.bound_contextvars(**facts), self._open_calls.counting():
+            async with self._ending(context, method, request_id, span):
+                yield
+
+    def _open_span(
+        self, context: Context, operation: Operation | None, request_id: str
+    ) -> RequestSpan | None:
+        if self._tracing is None or operation is None:
+            return None
+        return self._tracing.open(
+            context.invocation_metadata() or (),
+            operation=operation,
+            model=self._find_model(),
+            request_id=request_id,
+        )
 
     @contextlib.contextmanager
     def counting_refusals(self) -> Iterator[None]:
@@ -110,8 +169,10 @@ class Edge:
         return self.counting_refusals() if method in GENERATING else contextlib.nullcontext()
 
     @contextlib.asynccontextmanager
-    async def _ending(self, context: Context, method: str, request_id: str) -> AsyncIterator[None]:
-        """Gives the call its status, and counts it."""
+    async def _ending(
+        self, context: Context, method: str, request_id: str, span: RequestSpan | None
+    ) -> AsyncIterator[None]:
+        """Gives the call its status, counts it, and ends its span."""
         try:
             yield
         except JaxserveError as error:
@@ -120,23 +181,33 @@ class Edge:
             # A write that a cancel cut short. The transport has ended the call, and may know so
             # before the context does.
             logger.debug("the transport ended a call request_id=%r", request_id)
-            self._count(method, _cut_code(context))
+            self._end(method, _cut_code(context), span)
             raise asyncio.CancelledError from error
         except asyncio.CancelledError:
-            self._count(method, _cut_code(context))
+            self._end(method, _cut_code(context), span)
             raise
         except Exception as error:  # the RPC edge
             logger.exception("a call failed request_id=%r", request_id)
             failure = error
         else:
-            self._count(method, grpc.StatusCode.OK)
+            self._end(method, grpc.StatusCode.OK, span)
             return
         status = build_status(failure, request_id=request_id)
-        self._count(method, status.code)
+        if method in GENERATING:
+            log_failure(failure, method=method)
+        self._end(method, status.code, span, failure)
         await context.abort_with_status(status)  # type: ignore[attr-defined]  # not in the stubs
 
-    def _count(self, method: str, code: grpc.StatusCode) -> None:
+    def _end(
+        self,
+        method: str,
+        code: grpc.StatusCode,
+        span: RequestSpan | None,
+        failure: Exception | None = None,
+    ) -> None:
         self._metrics.rpcs.labels(method=method, code=code.name).inc()
+        if span is not None:
+            span.leave(code.name, failure)
 
     def check_size(self, reply: Message) -> None:
         """Raises InvalidRequestError for a reply that the transport would cut off."""
@@ -160,6 +231,28 @@ def _cut_code(context: Context) -> grpc.StatusCode:
     if remaining_s is not None and remaining_s <= 0:
         return grpc.StatusCode.DEADLINE_EXCEEDED
     return grpc.StatusCode.CANCELLED
+
+
+def log_failure(failure: Exception, *, method: str) -> None:
+    """Writes the line of a call that generates and ended with an error, refused or begun.
+
+    Not what was wrong in words, which may hold words of the caller's. Who has no key can have as
+    many lines as he likes, so those are for debugging.
+    """
+    level = logging.DEBUG if isinstance(failure, UnauthenticatedError) else logging.INFO
+    logger.log(
+        level,
+        "failed method=%s code=%s reason=%s",
+        method,
+        find_row(failure).code,
+        failure.reason if isinstance(failure, HttpError) else find_reason(failure),
+    )
+
+
+def find_method(path: str) -> str:
+    """Returns a method's name in metrics, with the service's where ours may have the same."""
+    service, _, method = path.rpartition("/")
+    return method if path.startswith(PLAIN) else f"{service.rpartition('.')[2]}/{method}"
 
 
 def find_request_id(asked: str, context: Context) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, override
@@ -17,6 +18,7 @@ from jaxserve.server.edge import (
     REQUEST_ID_KEY,
     Context,
     Edge,
+    Entered,
     check_request_id,
     find_request_id,
 )
@@ -24,7 +26,8 @@ from jaxserve.server.fields import refuse_unsupported
 from jaxserve.server.replies import Replies
 from jaxserve.server.score import ScoreCall
 from jaxserve.server.score_items import read_items
-from jaxserve.server.submitting import submit_in_thread
+from jaxserve.server.submitting import run_in_thread, submit_in_thread
+from jaxserve.server.tracing import Operation
 
 INLINE_BYTES: Final = 4096  # a longer request is read and tokenized in a thread
 
@@ -56,8 +59,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, message: generation_pb2.GenerateRequest, context: Context
     ) -> generation_pb2.GenerateResponse:
         request_id = find_request_id(message.request_id, context)
-        async with self._edge.call(context, "Generate", request_id):
-            opening = self._open(message, context, request_id, interval=MAX_DELTA_TOKENS)
+        operation = _operation(message)
+        async with self._edge.call(context, "Generate", request_id, operation=operation) as call:
+            opening = self._open(message, context, request_id, call, interval=MAX_DELTA_TOKENS)
             async with opening as (stream, replies):
                 response = await self._gather(stream, replies)
             self._edge.check_size(response)
@@ -70,24 +74,27 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         request_id = find_request_id(message.request_id, context)
         interval = message.output.stream_interval or 1
-        async with (
-            self._edge.call(context, "StreamGenerate", request_id),
-            self._open(message, context, request_id, interval=interval) as (stream, replies),
-        ):
-            async for event in stream:
-                for reply in replies.push(event):
-                    self._edge.check_size(reply)
-                    await context.write(reply)
-                    stream.acknowledge(replies.take_sent())
+        operation = _operation(message)
+        entering = self._edge.call(context, "StreamGenerate", request_id, operation=operation)
+        async with entering as call:
+            if call.span is not None:
+                call.span.is_streaming = True
+            opening = self._open(message, context, request_id, call, interval=interval)
+            async with opening as (stream, replies):
+                async for event in stream:
+                    for reply in replies.push(event):
+                        self._edge.check_size(reply)
+                        await context.write(reply)
+                        stream.acknowledge(replies.take_sent())
 
     @override
     async def Score(
         self, message: generation_pb2.ScoreRequest, context: Context
     ) -> generation_pb2.ScoreResponse:
         request_id = find_request_id(message.request_id, context)
-        async with self._edge.call(context, "Score", request_id):
+        async with self._edge.call(context, "Score", request_id, operation="score") as entered:
             check_request_id(request_id)
-            engine, tenant = self._get_engine(), self._edge.tenant_of(context).name
+            engine, tenant = self._get_engine(), entered.tenant.name
             deadline_s = _deadline(engine, context)
             refuse_unsupported(message)
             convert.check_model(message.model, engine.model)
@@ -99,6 +106,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 request_id=request_id,
                 tenant=tenant,
                 deadline_s=deadline_s,
+                span=entered.span,
             )
             with self._scoring(call, tenant, request_id):
                 response = await call.run(items)
@@ -109,8 +117,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def CancelGeneration(
         self, message: generation_pb2.CancelGenerationRequest, context: Context
     ) -> generation_pb2.CancelGenerationResponse:
-        async with self._edge.call(context, "CancelGeneration", message.request_id):
-            engine, tenant = self._get_engine(), self._edge.tenant_of(context).name
+        entering = self._edge.call(context, "CancelGeneration", message.request_id)
+        async with entering as call:
+            engine, tenant = self._get_engine(), call.tenant.name
             refuse_unsupported(message)
             if not message.request_id:
                 convert.refuse(
@@ -161,6 +170,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         message: generation_pb2.GenerateRequest,
         context: Context,
         request_id: str,
+        call: Entered,
         *,
         interval: int,
     ) -> AsyncIterator[tuple[Stream, Replies]]:
@@ -170,7 +180,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         only for a call that was given up. A flag of the call would not do: a cancel reaches the
         handler as CancelledError, or as an error of the write it cuts short.
         """
-        stream, replies = await self._submit(message, context, request_id, interval=interval)
+        stream, replies = await self._submit(message, context, request_id, call, interval=interval)
         try:
             # Not before this: headers end a client's own retries, which a refusal must not.
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
@@ -183,13 +193,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         message: generation_pb2.GenerateRequest,
         context: Context,
         request_id: str,
+        call: Entered,
         *,
         interval: int,
     ) -> tuple[Stream, Replies]:
         with self._edge.counting_refusals():
             check_request_id(request_id)
             engine = self._get_engine()
-            tenant = self._edge.tenant_of(context).name
         deadline_s = _deadline(engine, context)
 
         def submit() -> tuple[Stream, Replies]:
@@ -199,11 +209,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         message,
                         engine,
                         request_id=request_id,
-                        tenant=tenant,
+                        tenant=call.tenant.name,
                         deadline_s=deadline_s,
                         interval=interval,
                     )
-                stream = engine.submit(asked.request, delivery="acknowledged")
+                request = asked.request
+                if call.span is not None:
+                    request = dataclasses.replace(request, on_end=call.span.note_end)
+                stream = engine.submit(request, delivery="acknowledged")
+                if call.span is not None:
+                    call.span.accept()
             return stream, asked.open_replies(engine, stream)
 
         if _is_quick(message):
@@ -227,7 +242,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             del self._scores[key]
 
     async def _in_thread[T](self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return await run_in_thread(self._threads, call)
+
+
+def _operation(message: generation_pb2.GenerateRequest) -> Operation:
+    return "chat" if message.HasField("chat") else "text_completion"
 
 
 def _has_form(message: generation_pb2.GenerateRequest) -> bool:

@@ -23,6 +23,7 @@ from jaxserve.server import answers
 from jaxserve.server.logprobs import build_logprobs
 from jaxserve.server.score_items import ScoredPrompt
 from jaxserve.server.submitting import submit_in_thread
+from jaxserve.server.tracing import RequestSpan
 
 CANCELLED: Final = "the call was ended by CancelGeneration"
 SCORED: Final = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
@@ -40,6 +41,7 @@ class ScoreCall:
         request_id: str,
         tenant: str,
         deadline_s: float | None,
+        span: RequestSpan | None = None,
     ) -> None:
         self._engine = engine
         self._threads = threads
@@ -47,6 +49,7 @@ class ScoreCall:
         self._request_id = request_id
         self._tenant = tenant
         self._deadline_s = deadline_s
+        self._span = span
         self._room = asyncio.Semaphore(engine.config.scheduler.max_seqs)
         self._submitting = asyncio.Lock()
         self._one_ended = asyncio.Event()
@@ -101,10 +104,14 @@ class ScoreCall:
             tenant=self._tenant,
             priority=self._message.priority,
             deadline_s=self._deadline_s,
+            on_end=self._span.note_end if self._span else None,
         )
 
         def submit() -> Stream:
-            return self._engine.submit(asked)
+            stream = self._engine.submit(asked)
+            if self._span is not None:
+                self._span.accept()
+            return stream
 
         async with self._submitting:
             while not self._is_cancelled:

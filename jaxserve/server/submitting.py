@@ -1,6 +1,7 @@
 """Hands requests to the engine from the event loop, in a thread where that takes long."""
 
 import asyncio
+import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -12,6 +13,12 @@ class Cancellable(Protocol):
     def cancel(self) -> None: ...
 
 
+async def run_in_thread[T](threads: ThreadPoolExecutor, call: Callable[[], T]) -> T:
+    """Returns what `call` returns; the log's lines of it carry what the caller's do."""
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(threads, context.run, call)
+
+
 async def submit_in_thread[T](
     threads: ThreadPoolExecutor, submit: Callable[[], T], *, stream_of: Callable[[T], Cancellable]
 ) -> T:
@@ -20,7 +27,8 @@ async def submit_in_thread[T](
     Args:
       stream_of: finds the stream in what `submit` returns.
     """
-    submitted = asyncio.get_running_loop().run_in_executor(threads, submit)
+    context = contextvars.copy_context()
+    submitted = asyncio.get_running_loop().run_in_executor(threads, context.run, submit)
 
     def give_up(submitted: asyncio.Future[T]) -> None:
         if not submitted.cancelled() and submitted.exception() is None:

@@ -14,6 +14,7 @@ from jaxserve.server.http.edge import UNKNOWN, Endpoint, Handler
 from jaxserve.server.http.facts import Facts
 from jaxserve.server.http.generation import GenerationEndpoint
 from jaxserve.server.openai import ENDPOINTS
+from jaxserve.server.tracing import TRACE_HEADERS, Operation
 
 READ: Final = ("GET", "HEAD")
 WRITE: Final = ("POST",)
@@ -35,7 +36,12 @@ class App:
         facts = self._facts
         routes = [
             *(
-                self._route(url, GenerationEndpoint(self._door, url), WRITE, is_request=True)
+                self._route(
+                    url,
+                    GenerationEndpoint(self._door, url),
+                    WRITE,
+                    operation="chat" if url == "/v1/chat/completions" else "text_completion",
+                )
                 for url in ENDPOINTS
             ),
             self._route("/v1/models", facts.list_models, READ),
@@ -57,7 +63,7 @@ class App:
             app,
             allow_origins=origins,
             allow_methods=[*READ, *WRITE],
-            allow_headers=["authorization", "content-type", REQUEST_ID_KEY],
+            allow_headers=["authorization", "content-type", REQUEST_ID_KEY, *TRACE_HEADERS],
             expose_headers=[REQUEST_ID_KEY, "retry-after", "retry-after-ms"],
         )
 
@@ -68,7 +74,7 @@ class App:
         methods: tuple[str, ...],
         *,
         is_free: bool = False,
-        is_request: bool = False,
+        operation: Operation | None = None,
     ) -> Route:
         endpoint = Endpoint(
             self._door,
@@ -76,7 +82,7 @@ class App:
             route=path.replace(":path", ""),
             methods=methods,
             is_free=is_free,
-            is_request=is_request,
+            operation=operation,
         )
         return Route(path, endpoint)
 

@@ -11,6 +11,7 @@ from jaxserve.config import Config
 from jaxserve.errors import HttpError
 from jaxserve.server.edge import AUTHORIZATION_KEY, REQUEST_ID_KEY
 from jaxserve.server.http.reply import JSON, Reply
+from jaxserve.server.tracing import RequestSpan
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class Call:
     Attributes:
       request_id: as asked, or made here where that cannot be echoed.
       tenant: whose it is, once that is known; "" where nobody is asked.
+      span: of the call, where it is traced.
       arrival_s: on the monotonic clock.
       status: of the reply; None until it begins.
       is_complete: the whole reply was handed to the transport.
@@ -53,6 +55,7 @@ class Call:
         self._has_read = False
         self.arrival_s = time.monotonic()
         self.tenant = ""
+        self.span: RequestSpan | None = None
         self.status: int | None = None
         self.is_complete = False
         self.asked_id = self.header(REQUEST_ID_KEY)
@@ -75,6 +78,11 @@ class Call:
         """The header; None where there is none, or more than one."""
         values = self._headers.get(AUTHORIZATION_KEY, [])
         return values[0] if len(values) == 1 else None
+
+    @property
+    def headers(self) -> list[tuple[str, str]]:
+        """All of them, by their names in lower case."""
+        return [(name, value) for name, values in self._headers.items() for value in values]
 
     def header(self, name: str) -> str:
         """Returns a header's last value; empty where there is none."""

@@ -10,10 +10,13 @@ from typing import Final
 import structlog
 
 from jaxserve.errors import HttpError, JaxserveError
+from jaxserve.metrics.tenants import ANONYMOUS
 from jaxserve.server.door import Door
-from jaxserve.server.edge import check_request_id
+from jaxserve.server.edge import check_request_id, log_failure
 from jaxserve.server.http.call import CLIENT_GONE, Call, Receive, Scope, Send
 from jaxserve.server.http.reply import build_refusal
+from jaxserve.server.status import find_row
+from jaxserve.server.tracing import Operation
 
 logger = logging.getLogger(__name__)
 
@@ -33,42 +36,57 @@ class Endpoint:
         route: str,
         methods: Collection[str] = (),
         is_free: bool = False,
-        is_request: bool = False,
+        operation: Operation | None = None,
     ) -> None:
         """Args:
         route: the metrics' word for it.
         methods: that there are; empty for any.
         is_free: needs no key, and has room in a full house.
-        is_request: what is refused here is one of the engine's requests.
+        operation: what is asked of the engine; what is refused then is one of its requests.
         """
         self._door = door
         self._handler = handler
         self._route = route
         self._methods = frozenset(methods)
         self._is_free = is_free
-        self._is_request = is_request
+        self._operation = operation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a call."""
         call = Call(scope, receive, send, self._door.config)
-        with (
-            structlog.contextvars.bound_contextvars(request_id=call.request_id),
-            self._door.open_calls.counting(),
-        ):
+        # the tenant is known later: this has it forgotten at the end
+        facts = {"request_id": call.request_id, "tenant": ANONYMOUS}
+        failure: Exception | None = None
+        with structlog.contextvars.bound_contextvars(**facts), self._door.open_calls.counting():
             try:
                 self._let_in(call)
                 await self._handler(call)
             except JaxserveError as error:
+                failure = error
                 await _refuse(call, error)
             except Exception as error:  # the HTTP edge
                 logger.exception("a call failed request_id=%r", call.request_id)
+                failure = error
                 await _refuse(call, error)
             finally:
-                status = str(call.status if call.is_complete else CLIENT_GONE)
-                self._door.metrics.http_requests.labels(route=self._route, status=status).inc()
+                self._leave(call, failure)
+
+    def _leave(self, call: Call, failure: Exception | None) -> None:
+        """Counts the call and ends its span."""
+        status = str(call.status if call.is_complete else CLIENT_GONE)
+        self._door.metrics.http_requests.labels(route=self._route, status=status).inc()
+        if self._operation is not None and failure is not None:
+            log_failure(failure, method=self._route)
+        if call.span is None:
+            return
+        if failure is not None and not is_gone(failure):
+            call.span.leave(find_row(failure).code, failure)
+        else:
+            call.span.leave("OK" if call.is_complete else "CANCELLED", None)
 
     def _let_in(self, call: Call) -> None:
-        with counting_refusals(self._door) if self._is_request else contextlib.nullcontext():
+        is_request = self._operation is not None
+        with counting_refusals(self._door) if is_request else contextlib.nullcontext():
             try:
                 check_request_id(call.asked_id)
             except JaxserveError:
@@ -77,6 +95,14 @@ class Endpoint:
             if not self._is_free:
                 self._door.open_calls.check()
                 call.tenant = self._door.authenticator.authenticate(call.authorization).name
+                structlog.contextvars.bind_contextvars(tenant=call.tenant or ANONYMOUS)
+        if self._operation is not None and self._door.tracing is not None:
+            call.span = self._door.tracing.open(
+                call.headers,
+                operation=self._operation,
+                model=self._door.find_model(),
+                request_id=call.request_id,
+            )
         if self._methods and call.method not in self._methods:
             raise HttpError(
                 f"{self._route} has no method {call.method[:16]}; use "
@@ -116,9 +142,14 @@ async def do_until_gone(call: Call, work: Awaitable[None]) -> None:
         await asyncio.gather(doing, gone, return_exceptions=True)
 
 
+def is_gone(error: Exception) -> bool:
+    """Whether a call ended because its client had gone."""
+    return isinstance(error, HttpError) and error.status == CLIENT_GONE
+
+
 async def _refuse(call: Call, error: Exception) -> None:
     """Sends what was wrong, where there is somebody to hear it and a reply to put it in."""
-    if isinstance(error, HttpError) and error.status == CLIENT_GONE:
+    if is_gone(error):
         return
     if call.status is not None:  # the reply has begun: it can only be broken off
         call.abort()

@@ -17,6 +17,7 @@ from jaxserve.server.json_text import parse_json
 from jaxserve.server.metrics_http import build_metrics_app
 from jaxserve.server.openai import check_model
 from jaxserve.server.openai.token_bodies import detokenize, tokenize
+from jaxserve.server.submitting import run_in_thread
 
 NUM_SCRAPES: Final = 4  # at once; more wait their turn
 
@@ -105,7 +106,7 @@ class Facts:
         await do_until_gone(call, work())
 
     async def _in_thread[T](self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._door.threads, call)
+        return await run_in_thread(self._door.threads, call)
 
     def _describe_model(self) -> dict[str, object]:
         model = self._door.get_engine().model

@@ -23,7 +23,7 @@ from jaxserve.server.openai import (
     open_chat,
     read_asked,
 )
-from jaxserve.server.submitting import submit_in_thread
+from jaxserve.server.submitting import run_in_thread, submit_in_thread
 
 INLINE_BYTES: Final = 4096  # a longer body is read and tokenized in a thread
 
@@ -82,6 +82,8 @@ class GenerationEndpoint:
 
         is_short = len(body) <= INLINE_BYTES and self._url == "/v1/completions"
         asked = read() if is_short else await self._in_thread(read)
+        if call.span is not None:
+            call.span.is_streaming = asked.stream is not None
 
         def submit() -> Opened:
             return Opened(asked=asked, streams=_submit(engine, call, asked))
@@ -94,7 +96,7 @@ class GenerationEndpoint:
         return await submit_in_thread(threads, submit, stream_of=lambda opened: opened)
 
     async def _in_thread[T](self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._door.threads, call)
+        return await run_in_thread(self._door.threads, call)
 
 
 def _parse(body: bytes) -> object:
@@ -117,8 +119,11 @@ def _submit(engine: Engine, call: Call, asked: Asked) -> list[Stream]:
                 id=f"{call.request_id}-{index}" if index else call.request_id,
                 tenant=call.tenant,
                 deadline_s=deadline_s,
+                on_end=call.span.note_end if call.span else None,
             )
             stream = engine.submit(named, delivery="acknowledged")
+            if call.span:
+                call.span.accept()
             stack.callback(stream.cancel)
             streams.append(stream)
         stack.pop_all()
