@@ -75,7 +75,12 @@ def _fill(message: Message, rng: random.Random, *, share: float, depth: int) -> 
 
 
 def _set(
-    message: Message, field: FieldDescriptor, rng: random.Random, *, share: float, depth: int
+    message: Message,
+    field: Any,  # noqa: ANN401  # protobuf has two classes of them
+    rng: random.Random,
+    *,
+    share: float,
+    depth: int,
 ) -> None:
     value = getattr(message, field.name)
     child = field.message_type
@@ -94,7 +99,7 @@ def _set(
         setattr(message, field.name, _scalar(field, rng))
 
 
-def _scalar(field: FieldDescriptor, rng: random.Random) -> Any:  # noqa: ANN401  # by its type
+def _scalar(field: Any, rng: random.Random) -> Any:  # noqa: ANN401  # by its type
     kinds: dict[int, Callable[[], Any]] = {
         FieldDescriptor.CPPTYPE_STRING: lambda: rng.choice(TEXTS),
         FieldDescriptor.CPPTYPE_BOOL: lambda: rng.random() < 0.5,
