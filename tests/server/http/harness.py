@@ -41,6 +41,13 @@ class Running:
     asked: list[GenerationRequest]
     aborts: list[str]
     port: int | None = None
+    server: HttpServer | None = None
+
+    @property
+    def num_connections(self) -> int:
+        assert self.server is not None
+        assert self.server._server is not None
+        return len(self.server._server.server_state.connections)
 
     async def post(self, url: str, body: object, **headers: str) -> httpx.Response:
         return await self.client.post(url, json=body, headers=headers)
@@ -151,6 +158,7 @@ async def run_listening(
                     asked=asked,
                     aborts=aborts,
                     port=server.port,
+                    server=server,
                 )
         finally:
             if steps is not None:

@@ -103,6 +103,9 @@ async def test_after_a_signal_running_streams_end_well_and_new_ones_are_503() ->
         assert error_of(response) == (503, "server_error", None, "not_serving")
         assert int(response.headers["retry-after"]) >= 1
         assert (await process.client.get("/health")).json() == {"status": "draining"}
+        await asyncio.sleep(0.3)  # uvicorn's own handlers would have closed the port by now
+        async with httpx.AsyncClient(base_url=process.client.base_url) as newcomer:
+            assert (await newcomer.post(COMPLETIONS, json=BODY)).status_code == 503
         process.steps.open()
         for stream in await asyncio.gather(*streams):
             *chunks, done = read_events(stream.text)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxserve.config import LimitsSection, ServerSection
+from jaxserve.server.http import generation
 from jaxserve.server.openai.reply_models import ErrorReply
 from tests.server.harness import Steps, until
 from tests.server.http.harness import CHAT, COMPLETIONS, Running, error_of, run_app
@@ -122,6 +123,8 @@ async def test_what_is_no_call_of_the_api(
         assert error_of(response)
         if status == 405:
             assert response.headers["allow"]
+        if "\t" in headers.get("x-request-id", ""):
+            assert response.headers["x-request-id"].startswith("req-"), "that one is not echoed"
         assert running.num_submitted == 0
 
 
@@ -220,6 +223,22 @@ async def test_an_error_that_is_not_ours_is_500_without_its_text(
         (record,) = [r for r in caplog.records if r.levelname == "ERROR"]
         assert "r7" in record.getMessage()
         assert (await running.complete(max_tokens=1))["usage"]["completion_tokens"] == 1
+
+
+async def test_what_fails_before_the_first_event_is_read_gives_its_request_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a secret of the server")
+
+    steps = Steps()
+    async with run_app(steps) as running:
+        monkeypatch.setattr(generation, "open_chat", fail)
+        for stream in (True, False):
+            response = await running.post(COMPLETIONS, {"prompt": ["a", "b"], "stream": stream})
+            assert error_of(response)[0] == 500
+        assert len(running.aborts) == 4
+        steps.open()
 
 
 async def test_every_request_is_counted_by_route_and_status() -> None:

@@ -189,6 +189,7 @@ async def test_who_takes_nothing_is_cut_off_and_his_request_ends() -> None:
         await until(lambda: running.door.open_calls.count == 0)
         await until(lambda: not running.engine._intake.live())
         assert running.engine.metrics.value("http_requests_total", status="499") == 1
+        await until(lambda: running.num_connections == 1)  # the one of `fast`
         slow.close()
 
 
