@@ -47,7 +47,7 @@ class Program:
 class Survey:
     """The programs that a runner of this model and configuration would compile.
 
-    Sizes are found as a runner finds them, so on a device with memory statistics the largest two
+    Sizes are found as a runner finds them, so on a device with memory statistics the largest three
     programs are compiled here already, unless the configuration gives the pool's size.
     """
 

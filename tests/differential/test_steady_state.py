@@ -144,7 +144,8 @@ class Fuzz:
                     self.ends[event.reason.value] += 1
                     if event.reason is not FinishReason.CANCELLED:
                         wants_prompt = sampling.prompt_logprobs is not None
-                        assert num_scored == wants_prompt * (len(request.prompt) - 1)
+                        to_score = guest.request.prompt[1:] if wants_prompt else ()
+                        assert num_scored == len(to_score)
         except DeadlineError:
             self.ends["late"] += 1
         if sampling.seed is not None or sampling.is_greedy:
