@@ -248,3 +248,48 @@ async def test_defaults_of_the_model_hold_where_nothing_is_asked() -> None:
         await running.complete(temperature=None, top_p=None, n=None, stop=None, seed=None)
         (asked,) = running.asked
     assert asked.sampling == SamplingParams(max_tokens=16)
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-8, 1e-6, 1e-5])
+async def test_tiny_temperatures_take_the_best(temperature: float) -> None:
+    async with run_app(script=None) as running:
+        best = await running.complete("x", temperature=0, max_tokens=5)
+        same = await running.complete("x", temperature=temperature, max_tokens=5, seed=9)
+        assert [asked.sampling.is_greedy for asked in running.asked] == [True, True]
+    assert same["choices"] == best["choices"]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+async def test_nothing_of_a_prompt_that_ends_inside_a_character_shows(cut: int) -> None:
+    prompt = list("Hi 🌶".encode())[:-cut]
+    async with run_app(script=say({None: [0x9F, 0x8C, 0xB6, *b"ok"]})) as running:
+        reply = await running.complete(prompt, max_tokens=5)
+        streamed = await running.stream(COMPLETIONS, prompt=prompt, max_tokens=5)
+    assert reply["choices"][0]["text"] == "���ok"
+    texts = [chunk["choices"][0]["text"] for chunk in streamed]
+    assert "".join(texts) == "���ok"
+
+
+TEXT = "one, two, three"
+STOPS = [["two"], [", t"], ["e, two, th"], ["three"], ["abc", "two"], [TEXT], ["three four"]]
+
+
+@pytest.mark.parametrize("stops", STOPS)
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_a_stop_across_tokens_cuts_exactly(stops: list[str], keeps: bool) -> None:
+    """Each byte is a token; the prompt's own stop does not count."""
+    ends = [TEXT.find(stop) for stop in stops]
+    first = min((end, len(stop)) for end, stop in zip(ends, stops, strict=True))
+    wanted, reason = TEXT, "length"
+    found = [(end, stop) for end, stop in zip(ends, stops, strict=True) if end >= 0]
+    if found:
+        end, stop = min(found, key=lambda pair: pair[0] + len(pair[1]))
+        wanted, reason = TEXT[: end + len(stop) * keeps], "stop"
+    async with run_app(script=say({None: TEXT.encode()}), num_pages=30) as running:
+        body = {"max_tokens": len(TEXT), "stop": stops, "include_stop_str_in_output": keeps}
+        reply = await running.complete(f"{stops[0][:9]}", **body)
+        chunks = await running.stream(COMPLETIONS, prompt=stops[0][:9], **body)
+    (choice,) = reply["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (wanted, reason), first
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == wanted
+    assert chunks[-1]["choices"][0]["finish_reason"] == reason
