@@ -54,7 +54,7 @@ def build_message(kind: type[Message], rng: random.Random) -> Message:
     if isinstance(message, generation_pb2.GenerateRequest):
         if message.WhichOneof("prompt") is None and rng.random() < 0.9:
             message.text = rng.choice(("Hi!", "x"))
-        if rng.random() < 0.8:  # or most would write until the context is full
+        if not message.stop.max_tokens or rng.random() < 0.8:  # or it would fill the context
             message.stop.max_tokens = rng.choice((1, 2, 4))
     if isinstance(message, generation_pb2.ScoreRequest) and rng.random() < 0.7:
         del message.items[:]
