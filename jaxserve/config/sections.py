@@ -288,6 +288,11 @@ class ServerSection(Section):
     http_port: int | None = pydantic.Field(
         None, ge=0, le=65535, description="Port for HTTP; 0 picks a free one. Unset: no HTTP."
     )
+    page: bool = pydantic.Field(
+        True,
+        description="Serve a page at / of the HTTP port: a chat, and the server's load "
+        "(docs/page.md).",
+    )
     http_cors_origins: tuple[str, ...] = pydantic.Field(
         (),
         description="Origins whose pages may call from a browser, such as http://localhost:3000; "

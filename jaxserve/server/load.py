@@ -78,20 +78,10 @@ class LoadMeter:
           engine: None while it is being loaded.
         """
         rate = self._note()
+        load = read_load(self._metrics, engine)
         if engine is None:
-            return Load()
-        value, token_bytes = self._metrics.value, engine.kv_token_bytes
-        return Load(
-            running_requests=int(value("requests_running")),
-            waiting_requests=int(value("requests_waiting")),
-            waiting_prompt_tokens=int(value("waiting_tokens")),
-            max_running_requests=engine.config.scheduler.max_seqs,
-            used_kv_tokens=round(value("kv_used_bytes") / token_bytes) if token_bytes else 0,
-            total_kv_tokens=int(value("kv_capacity_tokens")),
-            kv_cache_usage=value("kv_usage_ratio"),
-            generation_tokens_per_second=rate,
-            finished_requests=int(value("requests_finished_total")),
-        )
+            return load
+        return dataclasses.replace(load, generation_tokens_per_second=rate)
 
     def _note(self) -> float:
         """Returns output tokens per second since the oldest observation that is kept."""
@@ -101,6 +91,27 @@ class LoadMeter:
         self._seen.append((now_s, count))
         begun_s, begun = self._seen[0]
         return (count - begun) / (now_s - begun_s) if now_s > begun_s else 0.0
+
+
+def read_load(metrics: Metrics, engine: Engine | None) -> Load:
+    """Returns the levels and counts now, and 0 as the rate.
+
+    Args:
+      engine: None while it is being loaded.
+    """
+    if engine is None:
+        return Load()
+    value, token_bytes = metrics.value, engine.kv_token_bytes
+    return Load(
+        running_requests=int(value("requests_running")),
+        waiting_requests=int(value("requests_waiting")),
+        waiting_prompt_tokens=int(value("waiting_tokens")),
+        max_running_requests=engine.config.scheduler.max_seqs,
+        used_kv_tokens=round(value("kv_used_bytes") / token_bytes) if token_bytes else 0,
+        total_kv_tokens=int(value("kv_capacity_tokens")),
+        kv_cache_usage=value("kv_usage_ratio"),
+        finished_requests=int(value("requests_finished_total")),
+    )
 
 
 def list_buckets(metrics: Metrics) -> list[BucketUse]:

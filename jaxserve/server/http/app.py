@@ -13,6 +13,7 @@ from jaxserve.server.http.call import Call
 from jaxserve.server.http.edge import UNKNOWN, Endpoint, Handler
 from jaxserve.server.http.facts import Facts
 from jaxserve.server.http.generation import GenerationEndpoint
+from jaxserve.server.http.page import Page
 from jaxserve.server.openai import ENDPOINTS
 from jaxserve.server.tracing import TRACE_HEADERS, Operation
 
@@ -33,7 +34,7 @@ class App:
         self._facts.close()
 
     def _build(self) -> ASGIApp:
-        facts = self._facts
+        facts, page = self._facts, Page(self._door)
         routes = [
             *(
                 self._route(
@@ -50,10 +51,13 @@ class App:
             self._route("/detokenize", facts.detokenize, WRITE),
             self._route("/tokenizer_info", facts.tokenizer_info, READ),
             self._route("/metrics", facts.metrics, READ),
+            self._route("/load", page.load, READ),
             self._route("/health", facts.health, READ, is_free=True),
             self._route("/ready", facts.ready, READ, is_free=True),
             self._route("/openapi.json", facts.openapi, READ, is_free=True),
         ]
+        if self._door.config.server.page:
+            routes.append(self._route("/", page.show, READ, is_free=True))
         unknown = Endpoint(self._door, _refuse_path, route=UNKNOWN)
         app: ASGIApp = Router(routes, default=unknown, redirect_slashes=False)
         origins = self._door.config.server.http_cors_origins

@@ -20,6 +20,7 @@ from jaxserve.server.openai.reply_models import (
     TokenizerInfo,
 )
 from jaxserve.server.openai.token_bodies import DetokenizeBody, TokenizeBody
+from jaxserve.server.page import LoadReply
 
 VERSION: Final = "3.1.0"
 REFERENCE: Final = "#/components/schemas/{model}"
@@ -35,6 +36,7 @@ _POSTS: Final[Mapping[str, tuple[str, _Model, _Model]]] = {
 _GETS: Final[Mapping[str, tuple[str, _Model]]] = {
     "/v1/models": ("What is served.", ModelList),
     "/v1/models/{model}": ("One model.", ModelReply),
+    "/load": ("How busy the server is: levels, and sums since the start.", LoadReply),
     "/tokenizer_info": ("What a client needs to know of the tokenizer.", TokenizerInfo),
     "/health": ("Whether the process is worth keeping; without a key.", StatusReply),
     "/ready": ("Whether requests are accepted; without a key.", StatusReply),
