@@ -1,28 +1,20 @@
 """`/v1/completions` and `/v1/chat/completions`: each call becomes requests of the engine, and ends
 with them."""
 
-import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from jaxserve.engine import Engine, Event, Finished, Stream
-from jaxserve.errors import HttpError, InvalidRequestError, JaxserveError
+from jaxserve.engine import Engine, Stream
+from jaxserve.errors import InvalidRequestError
 from jaxserve.server.door import Door
 from jaxserve.server.http.call import Call
 from jaxserve.server.http.edge import counting_refusals, do_until_gone
-from jaxserve.server.http.reply import DONE, build_json, to_event
+from jaxserve.server.http.sending import Sender
 from jaxserve.server.json_text import parse_json
-from jaxserve.server.openai import (
-    Asked,
-    ReplyWriter,
-    WholeReply,
-    build_error,
-    open_chat,
-    read_asked,
-)
+from jaxserve.server.openai import Asked, read_asked
 from jaxserve.server.submitting import run_in_thread, submit_in_thread
 
 INLINE_BYTES: Final = 4096  # a longer body is read and tokenized in a thread
@@ -66,10 +58,11 @@ class GenerationEndpoint:
         engine = self._door.get_engine()
         opened = await self._open(engine, call, body)
         try:
+            sender = Sender(self._door, engine, call, opened.asked, opened.streams)
             if opened.asked.stream is None:
-                await _send_whole(engine, call, opened)
+                await sender.send_whole()
             else:
-                await _send_stream(engine, call, opened)
+                await sender.send_stream()
         finally:
             # an end that came by itself makes this a no-op: the engine sees an abort only of a call
             # that was given up
@@ -128,94 +121,3 @@ def _submit(engine: Engine, call: Call, asked: Asked) -> list[Stream]:
             streams.append(stream)
         stack.pop_all()
     return streams
-
-
-async def _send_whole(engine: Engine, call: Call, opened: Opened) -> None:
-    asked = opened.asked
-    whole = WholeReply(
-        asked,
-        prompts=[stream.prompt for stream in opened.streams],
-        model_name=engine.model.name,
-        created_s=time.time(),
-        tokenizer=engine.tokenizer,
-        chat=open_chat(asked, engine, opened.streams[0].prompt),
-    )
-    async with contextlib.aclosing(_read(opened.streams)) as events:
-        async for index, event in events:
-            whole.push(index, event)
-    await call.reply(build_json(whole.build()))
-    for index, stream in enumerate(opened.streams):
-        stream.acknowledge(whole.take_sent(index))  # as near as one body lets us see it
-
-
-async def _send_stream(engine: Engine, call: Call, opened: Opened) -> None:
-    """Sends the chunks; the reply begins with the first, so that errors before it have a status."""
-    asked = opened.asked
-    writer = ReplyWriter(
-        asked,
-        prompts=[stream.prompt for stream in opened.streams],
-        model_name=engine.model.name,
-        created_s=time.time(),
-        tokenizer=engine.tokenizer,
-        chat=open_chat(asked, engine, opened.streams[0].prompt),
-        interval=asked.stream_interval,
-    )
-    try:
-        async with contextlib.aclosing(_read(opened.streams)) as events:
-            async for index, event in events:
-                chunks = b"".join(map(to_event, writer.push(index, event)))
-                if not chunks:
-                    continue
-                if call.status is None:
-                    await call.start_events()
-                await call.send_events(chunks)
-                opened.streams[index].acknowledge(writer.take_sent(index))
-        await call.send_events(b"".join(map(to_event, writer.end())) + DONE)
-    except HttpError:
-        raise  # of the connection: there is nobody to hear of it
-    except JaxserveError as error:
-        if call.status is None:
-            raise
-        # nothing follows it: the mark of the end stands behind whole replies alone
-        await call.send_events(to_event(build_error(error)))
-    await call.end_events()
-
-
-async def _read(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Event]]:
-    """Yields the events of all streams as they come, each with its stream's place.
-
-    Raises:
-      JaxserveError: what the first stream to fail ended with.
-    """
-    if len(streams) == 1:
-        async for event in streams[0]:
-            yield 0, _complete(streams[0], event)
-        return
-    # bounded: what waits stays in the streams, whose bounds count it
-    ready: asyncio.Queue[tuple[int, Event | JaxserveError]] = asyncio.Queue(maxsize=1)
-
-    async def read(index: int) -> None:
-        try:
-            async for event in streams[index]:
-                await ready.put((index, event))
-        except JaxserveError as error:
-            await ready.put((index, error))
-
-    readers = [asyncio.create_task(read(index)) for index in range(len(streams))]
-    num_left = len(streams)
-    try:
-        while num_left:
-            index, came = await ready.get()
-            if isinstance(came, JaxserveError):
-                raise came
-            num_left -= isinstance(came, Finished)
-            yield index, _complete(streams[index], came)
-    finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
-
-
-def _complete(stream: Stream, event: Event) -> Event:
-    """Returns an end with its delivery: all before it has been sent."""
-    return stream.complete(event) if isinstance(event, Finished) else event

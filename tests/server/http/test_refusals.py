@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxserve.config import LimitsSection, ServerSection
-from jaxserve.server.http import generation
+from jaxserve.server.http import sending
 from jaxserve.server.openai.reply_models import ErrorReply
 from tests.server.harness import Steps, until
 from tests.server.http.harness import CHAT, COMPLETIONS, Running, error_of, run_app
@@ -101,7 +101,7 @@ async def test_values_that_are_not_allowed_are_named(body: dict[str, Any], param
         ("DELETE", "/v1/models", {}, 405, "method_not_allowed"),
         ("POST", "/v1/models", JSON, 405, "method_not_allowed"),
         ("OPTIONS", CHAT, {}, 405, "method_not_allowed"),
-        ("GET", "/", {}, 404, "not_found"),
+        ("GET", "/nothing", {}, 404, "not_found"),
         ("POST", "/v1/embeddings", JSON, 404, "not_found"),
         ("GET", "/v1/models/", {}, 404, "model_not_found"),
         ("GET", "/v1/models/gpt-4", {}, 404, "model_not_found"),
@@ -146,6 +146,29 @@ async def test_a_body_at_its_limit_is_read_and_one_byte_more_is_refused() -> Non
         more = await post_bytes(running, full[:-2] + b"u" + end)
         assert error_of(more)[::3] == (413, "body_too_large")
         assert str(limit) in more.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("max_tokens", "num_aborts"), [(7, 0), (36, 1)])
+async def test_a_whole_reply_beyond_the_limit_is_refused_and_a_stream_is_not(
+    max_tokens: int, num_aborts: int
+) -> None:
+    """What is going to be far too large is given up before its end."""
+    bounds = LimitsSection(max_message_bytes=4_800)
+    steps = Steps()
+    async with run_app(steps, config={"limits": bounds}) as running:
+        body = {"prompt": "a", "max_tokens": max_tokens, "logprobs": 20, "ignore_eos": True}
+        asking = asyncio.create_task(running.post(COMPLETIONS, body))
+        for num_tokens in range(1, max_tokens + 1):
+            steps.allow(1)
+            await until(lambda n=num_tokens: running.num_output >= n or asking.done())  # type: ignore[misc]
+        steps.open()
+        response = await asking
+        assert error_of(response)[::3] == (400, "invalid_field")
+        assert "limits.max_message_bytes" in response.json()["error"]["message"]
+        assert len(running.aborts) == num_aborts
+        streamed = await running.stream(COMPLETIONS, **body)
+        tokens = [c["choices"][0]["logprobs"]["tokens"] for c in streamed[:-1]]
+        assert sum(map(len, tokens)) == max_tokens
 
 
 async def test_the_request_id_goes_in_and_out() -> None:
@@ -233,7 +256,7 @@ async def test_what_fails_before_the_first_event_is_read_gives_its_request_up(
 
     steps = Steps()
     async with run_app(steps) as running:
-        monkeypatch.setattr(generation, "open_chat", fail)
+        monkeypatch.setattr(sending, "open_chat", fail)
         for stream in (True, False):
             response = await running.post(COMPLETIONS, {"prompt": ["a", "b"], "stream": stream})
             assert error_of(response)[0] == 500
