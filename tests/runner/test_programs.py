@@ -55,6 +55,7 @@ CHANGES_NOTHING: dict[str, object] = {
     "kv.reserve": "max_length",
     "scheduler.batching": "static",
     "scheduler.max_step_tokens": 100,
+    "model.chat_template": "elsewhere",
     "model.tool_parser": "none",
     "model.reasoning_parser": "none",
     "runner.overlap": False,
