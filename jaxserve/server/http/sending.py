@@ -16,8 +16,7 @@ from jaxserve.server.openai import Asked, ReplyWriter, WholeReply, build_error, 
 from jaxserve.server.submitting import run_in_thread
 
 MANY_TOKENS: Final = 64  # whose log-probabilities take long enough to be written in a thread
-TOKEN_BYTES: Final = 8  # of a token's id in a body, about
-ENTRY_BYTES: Final = 64  # of a log-probability, likewise
+ENTRY_BYTES: Final = 24  # of a log-probability, at least
 
 
 class Sender:
@@ -34,7 +33,7 @@ class Sender:
         self._call = call
         self._asked = asked
         self._streams = streams
-        self._num_bytes = 0  # of a whole reply, about
+        self._num_bytes = 0  # of a whole reply, at least
         self._begun: set[tuple[int, int]] = set()  # choices whose echo has been written
 
     async def send_whole(self) -> None:
@@ -125,7 +124,7 @@ class Sender:
                 echoes = self._asked.num_choices if self._asked.echo else 1
                 self._num_bytes += echoes * _size_of(event.prompt_logprobs)
             case Delta():
-                self._num_bytes += len(event.text) + TOKEN_BYTES * len(event.token_ids)
+                self._num_bytes += len(event.text)
                 self._num_bytes += _size_of(event.logprobs)
         if self._num_bytes > 2 * self._door.config.limits.max_message_bytes:
             raise self._refusal(self._num_bytes)

@@ -153,7 +153,7 @@ async def test_a_whole_reply_beyond_the_limit_is_refused_and_a_stream_is_not(
     max_tokens: int, num_aborts: int
 ) -> None:
     """What is going to be far too large is given up before its end."""
-    bounds = LimitsSection(max_message_bytes=4_800)
+    bounds = LimitsSection(max_message_bytes=4_000)
     steps = Steps()
     async with run_app(steps, config={"limits": bounds}) as running:
         body = {"prompt": "a", "max_tokens": max_tokens, "logprobs": 20, "ignore_eos": True}
