@@ -62,6 +62,7 @@ class Authenticator:
         self._secret = secrets.token_bytes(32)
         self._nobody = Key(tenant="nobody", sha256=secrets.token_hex(32))
         self._keys: dict[bytes, Key] | None = None
+        self._told_expired: set[str] = set()
         self.replace(keys)
 
     @property
@@ -94,7 +95,8 @@ class Authenticator:
         is_known = hmac.compare_digest(key.sha256, presented)
         if is_known and not key.is_expired(self._now()):
             return Tenant(name=key.tenant, key_id=key.id)
-        if is_known:
+        if is_known and key.id not in self._told_expired:
+            self._told_expired.add(key.id)  # once: a client may try for ever
             logger.warning("a key has expired key_id=%s tenant=%s", key.id, key.tenant)
         reason = "expired" if is_known else "unknown" if authorization else "missing"
         self._metrics.auth_failures.labels(reason).inc()
