@@ -1,4 +1,4 @@
-"""Bytes that are no message of ours end their call as any other bad request does.
+"""Bytes that are no message of a service here end their call as any other bad request does.
 
 grpc's own answer is UNKNOWN, without details, and a traceback in the log.
 """
@@ -12,9 +12,10 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.edge import Edge
+from jaxserve.server.edge import OURS, Edge, find_method
+from jaxserve.server.vllm_engine import SERVICE
 
-OURS: Final = "/jaxserve."
+SERVED: Final = (OURS, f"/{SERVICE}/")
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -38,11 +39,11 @@ class UndecodableInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-a
     ) -> Any:  # grpc's handlers are tuples without a public type
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(OURS):
+        if handler is None or not method.startswith(SERVED):
             return handler
         assert not handler.request_streaming, "each of our calls begins with one message"
         kind = "unary_stream" if handler.response_streaming else "unary_unary"
-        refusing = self._refusing(getattr(handler, kind), method.rpartition("/")[2])
+        refusing = self._refusing(getattr(handler, kind), find_method(method))
         read = functools.partial(_read, handler.request_deserializer)
         return handler._replace(request_deserializer=read, **{kind: refusing})
 
@@ -55,7 +56,7 @@ class UndecodableInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-a
             async with self._edge.call(context, method):
                 raise InvalidRequestError(
                     f"the request's {message.num_bytes} bytes are not a message of {method}; "
-                    "build it from protos/jaxserve/v1"
+                    "build it from the service's proto"
                 )
 
         return call
