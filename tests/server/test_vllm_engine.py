@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import re
+from typing import Any
 
 import grpc
 import pytest
@@ -78,7 +79,7 @@ async def test_every_reason_of_the_engine_has_a_word() -> None:
 async def test_special_tokens_count_as_text_for_stop_strings_where_they_are_not_skipped() -> None:
     script = say({None: [*b"ab", EOS_ID, *b"cd"]})
     async with run_worker(script=script) as running, connect_gateway(running) as stub:
-        params = {"ignore_eos": True, "stop": ["</s>"], "max_tokens": 5}
+        params: dict[str, Any] = {"ignore_eos": True, "stop": ["</s>"], "max_tokens": 5}
         _, (kept,) = await read(stub.Generate(ask(skip_special_tokens=False, **params)))
         _, (skipped,) = await read(stub.Generate(ask(skip_special_tokens=True, **params)))
     assert (kept.finish_reason, kept.completion_tokens) == ("stop", 3)
@@ -87,7 +88,13 @@ async def test_special_tokens_count_as_text_for_stop_strings_where_they_are_not_
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_each_choice_ends_with_its_own_message(stream: bool) -> None:
-    params = {"n": 3, "temperature": 0.9, "seed": 5, "max_tokens": 6, "ignore_eos": True}
+    params: dict[str, Any] = {
+        "n": 3,
+        "temperature": 0.9,
+        "seed": 5,
+        "max_tokens": 6,
+        "ignore_eos": True,
+    }
     async with run_worker(script=None) as running, connect_gateway(running) as stub:
         chunks, completes = await read(stub.Generate(ask(stream=stream, **params)))
         async with connect(running) as client:
@@ -104,7 +111,7 @@ async def test_each_choice_ends_with_its_own_message(stream: bool) -> None:
 @pytest.mark.parametrize("num_top", [0, 3])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_output_log_probabilities(stream: bool, num_top: int) -> None:
-    params = {"max_tokens": 6, "ignore_eos": True, "logprobs": num_top}
+    params: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "logprobs": num_top}
     async with run_worker(script=None) as running, connect_gateway(running) as stub:
         chunks, (complete,) = await read(stub.Generate(ask(PROMPT, stream=stream, **params)))
     wanted = expected_logprobs(
@@ -174,7 +181,7 @@ CONSTRAINTS = [
 
 
 @pytest.mark.parametrize(("constraint", "pattern"), CONSTRAINTS, ids=[*"rgcso"])
-async def test_an_output_has_the_form(constraint: dict[str, object], pattern: str) -> None:
+async def test_an_output_has_the_form(constraint: dict[str, Any], pattern: str) -> None:
     async with run_worker(script=None) as running, connect_gateway(running) as stub:
         _, (complete,) = await read(
             stub.Generate(ask(grammar_from_first_token=True, temperature=1.0, seed=1, **constraint))
@@ -199,7 +206,7 @@ async def test_zeros_are_not_asked_for_and_off() -> None:
 
 
 async def test_what_is_set_reaches_the_engine() -> None:
-    values = {
+    values: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.75,
         "top_k": 5,
@@ -314,7 +321,7 @@ async def test_an_answer_too_large_for_a_message_is_refused_before_all_of_it_is_
         script=None, bounds=bounds, max_model_tokens=4000, num_pages=1001
     ) as running:
         async with connect_gateway(running) as stub:
-            params = {"ignore_eos": True, "logprobs": 20, "max_tokens": 3000}
+            params: dict[str, Any] = {"ignore_eos": True, "logprobs": 20, "max_tokens": 3000}
             with pytest.raises(grpc.aio.AioRpcError, match="max_message_bytes") as caught:
                 await read(stub.Generate(ask(**params)))
         assert reason_of(caught.value)[0] == "INVALID_FIELD"

@@ -29,6 +29,7 @@ from jaxserve.text.hf_folder import load_tokenizer
 from tests.fakes import BOS_ID, CHAT_TEMPLATE, EOS_ID, VOCAB_SIZE, build_byte_tokenizer
 from tests.server.credentials import sections, write_keys
 from tests.server.harness import Steps, local, run_server, until
+from tests.server.test_tracing import SAMPLED, SECTION, TRACE_ID, Spans, tracing_module
 from tests.server.vllm_stub import ON, PREFIX, ask, connect_gateway, read, reason_of, run_worker
 
 METHODS = [
@@ -183,7 +184,7 @@ async def test_every_method_asks_for_a_key(tmp_path: Path, method: str) -> None:
     keys, (key,) = write_keys(tmp_path, "acme")
     async with run_worker(sections=sections(keys)) as running:
         async with grpc.aio.insecure_channel(running.target) as channel:
-            call = channel.unary_stream(f"{PREFIX}{method}")
+            call: Any = channel.unary_stream(f"{PREFIX}{method}")  # type: ignore[call-arg]  # stubs
             for headers in ((), (("authorization", f"Bearer {key}x"),)):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call(b"", metadata=headers).read()
@@ -274,7 +275,7 @@ async def test_a_package_that_does_not_fit_is_told_apart(monkeypatch: pytest.Mon
 
     for name in [name for name in sys.modules if name.startswith("jaxserve.server.vllm_engine.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "smg_grpc_proto", Old())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "smg_grpc_proto", Old())
     config = local(load_config()).model_copy(update={"server": ON})
     with pytest.raises(ConfigError, match=r"does not go with the installed grpcio.*1\.76\.0"):
         Server(config, Metrics())
@@ -286,3 +287,19 @@ def test_nothing_of_the_extra_is_imported_unless_it_is_served() -> None:
         "sys.exit(any('smg' in name for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+@pytest.mark.asyncio
+async def test_a_request_is_a_span_of_the_gateways_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = Spans()
+    monkeypatch.setattr(tracing_module, "_build_exporter", lambda section: spans.exporter)
+    async with run_worker(sections={"tracing": SECTION}) as running:
+        async with connect_gateway(running) as stub:
+            message = ask(request_id="r-1", stream=True, max_tokens=4)
+            await read(stub.Generate(message, metadata=(("traceparent", SAMPLED),)))
+            await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest())
+    assert spans.one.parent is not None
+    assert f"{spans.one.parent.trace_id:032x}" == TRACE_ID
+    facts = spans.facts
+    assert (facts["gen_ai.request.id"], facts["gen_ai.request.stream"]) == ("r-1", True)
+    assert (facts["gen_ai.usage.input_tokens"], facts["gen_ai.usage.output_tokens"]) == (3, 4)

@@ -137,7 +137,7 @@ async def test_a_prompt_must_be_one() -> None:
 async def test_bytes_that_are_no_message_are_a_bad_request() -> None:
     async with run_worker() as running, grpc.aio.insecure_channel(running.target) as channel:
         for method in ("Generate", "Abort"):
-            call = channel.unary_unary(f"{PREFIX}{method}")
+            call: Any = channel.unary_unary(f"{PREFIX}{method}")  # type: ignore[call-arg]  # stubs
             with pytest.raises(grpc.aio.AioRpcError, match=f"no.* message of VllmEngine/{method}"):
                 await call(b"\xff\xff")
         metrics = running.engine.metrics

@@ -51,7 +51,8 @@ def ask(
 
 async def read(call: Any) -> tuple[list[Any], list[Any]]:  # noqa: ANN401
     """Returns a call's chunks and complete messages, and that the chunks came before."""
-    chunks, completes = [], []
+    chunks: list[Any] = []
+    completes: list[Any] = []
     while (response := await call.read()) is not EOF:
         if response.HasField("chunk"):
             assert response.chunk.index not in {complete.index for complete in completes}
