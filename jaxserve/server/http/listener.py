@@ -58,7 +58,7 @@ class HttpServer:
             if self._serving.done():
                 await self._serving  # it raises what went wrong
         scheme = "http" if credentials.certificates is None else "https"
-        logger.info("serving HTTP url=%s://%s", scheme, self.address)
+        logger.info("serving HTTP url=%s", f"{scheme}://{self.address}")
 
     async def stop(self) -> None:
         """Closes the listener and idle connections, and cuts off what does not end soon."""
