@@ -23,13 +23,14 @@ from jaxserve.engine import ServedModel
 from jaxserve.errors import ConfigError
 from jaxserve.metrics import Metrics
 from jaxserve.server.app import Server
+from jaxserve.server.tracing import tracing as tracing_module
 from jaxserve.server.vllm_engine import SERVICE
 from jaxserve.server.vllm_engine.tokenizer_bundle import CHUNK_BYTES, build_bundle
 from jaxserve.text.hf_folder import load_tokenizer
 from tests.fakes import BOS_ID, CHAT_TEMPLATE, EOS_ID, VOCAB_SIZE, build_byte_tokenizer
 from tests.server.credentials import sections, write_keys
 from tests.server.harness import Steps, local, run_server, until
-from tests.server.test_tracing import SAMPLED, SECTION, TRACE_ID, Spans, tracing_module
+from tests.server.test_tracing import SAMPLED, SECTION, TRACE_ID, Spans
 from tests.server.vllm_stub import ON, PREFIX, ask, connect_gateway, read, reason_of, run_worker
 
 METHODS = [
