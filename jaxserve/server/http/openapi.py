@@ -76,12 +76,6 @@ _ERRORS: Final[Mapping[str, str]] = {
 }
 _RETRIED: Final = ("429", "503")
 _HARMLESS: Final[dict[str, Any]] = {"description": "Accepted in any form; changes nothing."}
-_REQUEST_ID: Final[dict[str, Any]] = {
-    "name": REQUEST_ID_KEY,
-    "in": "header",
-    "description": "Names the request, in the reply too; made by the server where it is left out.",
-    "schema": {"type": "string", "pattern": "^[!-~]([ -~]*[!-~])?$", "maxLength": 200},
-}
 _HEADERS: Final[dict[str, Any]] = {
     REQUEST_ID_KEY: {"required": True, "schema": {"type": "string", "minLength": 1}}
 }
@@ -164,7 +158,6 @@ def _build_post(
     }
     if path in _CHUNKS:
         content = content | {"text/event-stream": {"schema": _build_event(_CHUNKS[path])}}
-        operation["parameters"] = [_REQUEST_ID]
     return operation | {"responses": _build_responses(content, list(_ERRORS))}
 
 
