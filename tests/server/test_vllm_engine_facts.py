@@ -25,7 +25,7 @@ from jaxserve.metrics import Metrics
 from jaxserve.server.app import Server
 from jaxserve.server.tracing import tracing as tracing_module
 from jaxserve.server.vllm_engine import SERVICE
-from jaxserve.server.vllm_engine.tokenizer_bundle import CHUNK_BYTES, build_bundle
+from jaxserve.server.vllm_engine.tokenizer_bundle import CHUNK_BYTES, TokenizerBundle, build_bundle
 from jaxserve.text.hf_folder import load_tokenizer
 from tests.fakes import BOS_ID, CHAT_TEMPLATE, EOS_ID, VOCAB_SIZE, build_byte_tokenizer
 from tests.server.credentials import sections, write_keys
@@ -157,6 +157,15 @@ async def test_the_tokenizer_comes_as_a_folder_that_makes_the_same_one(tmp_path:
     assert (config["eos_token_id"], config["vocab_size"]) == ([EOS_ID], VOCAB_SIZE)
 
 
+@pytest.mark.parametrize(
+    "size", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES]
+)
+def test_the_digest_is_on_the_last_chunk_alone(size: int) -> None:
+    chunks = [*TokenizerBundle(archive=bytes(size), sha256="x").chunks()]
+    assert [chunk.sha256 for chunk in chunks] == [*[""] * (len(chunks) - 1), "x"]
+    assert sum(len(chunk.data) for chunk in chunks) == size
+
+
 def test_a_bundle_is_cut_and_is_the_same_anywhere() -> None:
     model = ServedModel(
         name="m", max_model_tokens=40, vocab_size=VOCAB_SIZE, eos_ids=frozenset({EOS_ID}),
@@ -193,6 +202,8 @@ async def test_every_method_asks_for_a_key(tmp_path: Path, method: str) -> None:
             name = f"VllmEngine/{method}"
             metrics = running.engine.metrics
             assert metrics.value("rpcs_total", method=name, code="UNAUTHENTICATED") == 2
+            refused = metrics.value("requests_refused_total", reason="unauthenticated")
+            assert refused == (2 if method == "Generate" else 0), "only Generate makes requests"
             with_key = call(b"", metadata=(("authorization", f"Bearer {key}"),))
             if method in ("Generate", "Embed", *NOT_THERE):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
