@@ -5,6 +5,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final
 
+from prometheus_client import Gauge
+
 from jaxserve.config import LimitsSection
 from jaxserve.errors import QueueFullError
 
@@ -14,7 +16,11 @@ BUSY_RETRY_S: Final = 1.0
 class OpenCalls:
     """Counts from when a call came until it is answered. For one event loop."""
 
-    def __init__(self, limits: LimitsSection) -> None:
+    def __init__(self, limits: LimitsSection, level: Gauge | None = None) -> None:
+        """Args:
+        level: shows the count.
+        """
+        self._level = level
         self._limit = limits.max_open_calls
         self._count = 0
         self._is_idle = asyncio.Event()
@@ -28,13 +34,19 @@ class OpenCalls:
     def counting(self) -> Iterator[None]:
         """Counts a call while the block runs, one that is refused for the bound too."""
         self._count += 1
+        self._show()
         self._is_idle.clear()
         try:
             yield
         finally:
             self._count -= 1
+            self._show()
             if self._count == 0:
                 self._is_idle.set()
+
+    def _show(self) -> None:
+        if self._level is not None:
+            self._level.set(self._count)
 
     def check(self) -> None:
         """Raises QueueFullError where the call that was just counted is one too many."""
