@@ -6,9 +6,18 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Final
+
+import grpc
 
 from scripts.judges.load.asks import Ask
 from scripts.judges.load.books import Call
+from scripts.judges.load.wire import ClosedError
+
+# What a reply that is not as it should be, or none, raises in those who read it.
+FAULTS: Final = (
+    AssertionError, ValueError, LookupError, TypeError, OSError, ClosedError, grpc.RpcError,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -44,7 +53,7 @@ class Crowd:
         self.num_open += 1
         try:
             yield call
-        except (AssertionError, ValueError, KeyError, LookupError, TypeError) as error:
+        except FAULTS as error:
             self.fault(call, f"{type(error).__name__}: {error}")
         finally:
             self.num_open -= 1
