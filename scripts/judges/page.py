@@ -28,7 +28,8 @@ LAST = "#log article:last-of-type"
 POOR_CONTRAST = """(() => {
   const parse = (text) => text.match(/[\\d.]+/g).map(Number);
   const light = (rgb) => {
-    const [r, g, b] = rgb.map((c) => c / 255).map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    const linear = (c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+    const [r, g, b] = rgb.map((c) => linear(c / 255));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const behind = (element) => {
@@ -59,7 +60,7 @@ def events(*deltas: dict[str, Any], finish: str = "stop", end: str = "data: [DON
 
 
 async def check_key(tab: Tab, key: str, folder: Path) -> None:
-    """The page asks for a key, says so when it is wrong, and keeps the right one in memory alone."""
+    """The page asks for a key, again when it is wrong, and keeps it in memory alone."""
     await tab.wait("!document.querySelector('#key-form').hidden")
     await tab.wait("document.activeElement.id === 'key'")
     assert await tab.text("#status") == "key needed"
@@ -170,7 +171,7 @@ async def check_errors(tab: Tab) -> None:
     await tab.run("document.querySelector('#max-tokens').value = '0'")
     await tab.press("Enter")
     await tab.wait("document.activeElement.id === 'max-tokens'")
-    assert "Most tokens of an answer" in await tab.text("#wrong")
+    assert "Max tokens" in await tab.text("#wrong")
     await tab.run("document.querySelector('#max-tokens').value = '60'; void 0")
     told(f"{len(cases) + 2} errors were told in words")
 
