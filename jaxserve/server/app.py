@@ -15,6 +15,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.gen import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from jaxserve.metrics import Metrics
 from jaxserve.server.admin import AdminServer
+from jaxserve.server.arrivals import ArrivalInterceptor
 from jaxserve.server.door import Door
 from jaxserve.server.edge import Edge
 from jaxserve.server.generation import GenerationServicer
@@ -187,6 +188,7 @@ class Server:
             interceptors=[
                 GuardInterceptor(self._edge),
                 ProbeInterceptor(),
+                ArrivalInterceptor(self._edge),
                 UndecodableInterceptor(self._edge),
             ],
             maximum_concurrent_rpcs=num_calls,

@@ -119,19 +119,24 @@ class Edge:
           operation: what a call is traced as; None makes no span.
         """
         span = self._open_span(context, operation, request_id)
-        async with self._counting(context, method, request_id, span):
+        counting = self._counting(context, method, request_id, span)
+        async with counting, contextlib.AsyncExitStack() as held:
             with self._counting_request(method):
-                self._open_calls.check()
                 tenant = self.tenant_of(context)
+                held.enter_context(self._open_calls.taking_place())
             structlog.contextvars.bind_contextvars(tenant=tenant.name or NOBODYS)
             yield Entered(tenant=tenant, span=span)
 
-    async def refuse(self, context: Context, method: str, error: UnauthenticatedError) -> None:
+    def taking_place(self) -> contextlib.AbstractContextManager[None]:
+        """Takes a place for a call that has not entered yet; see `OpenCalls.taking_place`."""
+        return self._open_calls.taking_place()
+
+    async def refuse(self, context: Context, method: str, error: JaxserveError) -> NoReturn:
         """Ends a call that may not even begin."""
         async with self._counting(context, method, "", None):
             with self._counting_request(method):
-                self._open_calls.check()
                 raise error
+        raise AssertionError("a call that is refused has ended")
 
     @contextlib.asynccontextmanager
     async def _counting(

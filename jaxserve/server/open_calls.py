@@ -23,6 +23,7 @@ class OpenCalls:
         self._level = level
         self._limit = limits.max_open_calls
         self._count = 0
+        self._num_taken = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -32,7 +33,7 @@ class OpenCalls:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts a call while the block runs, one that is refused for the bound too."""
+        """Counts a call while the block runs, whether or not it has a place."""
         self._count += 1
         self._show()
         self._is_idle.clear()
@@ -48,14 +49,26 @@ class OpenCalls:
         if self._level is not None:
             self._level.set(self._count)
 
-    def check(self) -> None:
-        """Raises QueueFullError where the call that was just counted is one too many."""
-        if self._count > self._limit:
+    @contextlib.contextmanager
+    def taking_place(self) -> Iterator[None]:
+        """Takes one of `limits.max_open_calls` places while the block runs.
+
+        For calls that were let in: what needs no key, or has none, takes no place from them.
+
+        Raises:
+          QueueFullError: all are taken.
+        """
+        if self._num_taken >= self._limit:
             raise QueueFullError(
                 f"{self._limit} calls are open, which is the limit (limits.max_open_calls); "
                 "try again later",
                 retry_after_s=BUSY_RETRY_S,
             )
+        self._num_taken += 1
+        try:
+            yield
+        finally:
+            self._num_taken -= 1
 
     async def wait_idle(self, timeout_s: float) -> None:
         """Returns when no call is open, or when the time is over."""

@@ -57,9 +57,13 @@ class Endpoint:
         # the tenant is known later: this has it forgotten at the end
         facts = {"request_id": call.request_id, "tenant": ANONYMOUS}
         failure: Exception | None = None
-        with structlog.contextvars.bound_contextvars(**facts), self._door.open_calls.counting():
+        with (
+            structlog.contextvars.bound_contextvars(**facts),
+            self._door.open_calls.counting(),
+            contextlib.ExitStack() as held,
+        ):
             try:
-                self._let_in(call)
+                self._let_in(call, held)
                 await self._handler(call)
             except JaxserveError as error:
                 failure = error
@@ -84,7 +88,10 @@ class Endpoint:
         else:
             call.span.leave("OK" if call.is_complete else "CANCELLED", None)
 
-    def _let_in(self, call: Call) -> None:
+    def _let_in(self, call: Call, held: contextlib.ExitStack) -> None:
+        """Args:
+        held: takes what the call has until its end.
+        """
         is_request = self._operation is not None
         with counting_refusals(self._door) if is_request else contextlib.nullcontext():
             try:
@@ -93,9 +100,9 @@ class Endpoint:
                 call.make_id()
                 raise
             if not self._is_free:
-                self._door.open_calls.check()
                 call.tenant = self._door.authenticator.authenticate(call.authorization).name
                 structlog.contextvars.bind_contextvars(tenant=call.tenant or ANONYMOUS)
+                held.enter_context(self._door.open_calls.taking_place())
         if self._operation is not None and self._door.tracing is not None:
             call.span = self._door.tracing.open(
                 call.headers,

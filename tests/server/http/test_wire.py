@@ -150,6 +150,26 @@ async def test_connections_are_bounded() -> None:
         assert (await running.client.get("/health")).status_code == 200
 
 
+async def test_who_has_no_key_takes_no_place_from_those_that_have_one(tmp_path: Path) -> None:
+    keys, (key,) = write_keys(tmp_path, "acme")
+    config = {**sections(keys), "limits": LimitsSection(max_open_calls=1)}
+    loop = asyncio.get_running_loop()
+    async with run_listening(config=config) as running:
+        stalled = [small_buffers() for _ in range(3)]
+        for client in stalled:  # ask for much, and read nothing
+            await loop.sock_connect(client, ("127.0.0.1", running.port))
+            asked = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 400
+            await loop.sock_sendall(client, asked)
+        await until(lambda: running.door.open_calls.count == 3)
+        response = await running.client.get(
+            "/v1/models", headers={"authorization": f"Bearer {key}"}
+        )
+        assert response.status_code == 200
+        for client in stalled:
+            client.close()
+        await until(lambda: running.door.open_calls.count == 0)
+
+
 async def test_requests_in_a_row_on_one_connection_are_answered_in_order() -> None:
     async with run_listening() as running, connecting(running) as (reader, writer):
         bodies = [{"prompt": "a", "max_tokens": n} for n in (3, 1, 2)]
@@ -301,7 +321,7 @@ async def test_a_long_whole_reply_reaches_a_slow_reader() -> None:
         loop = asyncio.get_running_loop()
         slow = await open_stalled(running.port, body)
         text = b""
-        while b"\r\n\r\n" not in text or b'"usage"' not in text[-2000:]:
+        while not (b"\r\n\r\n" in text and b'"usage"' in text[-2000:] and text.endswith(b"}}")):
             text += await loop.sock_recv(slow, 4096)
             await asyncio.sleep(0)
         slow.close()
