@@ -15,8 +15,7 @@ from typing import Any
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).parent))
-from browser import Tab, run_chromium
+from scripts.judges.browser import Tab, run_chromium
 
 JAXSERVE = ".venv/bin/jaxserve"
 STREAM = {"content-type": "text/event-stream; charset=utf-8"}
@@ -53,7 +52,9 @@ POOR_CONTRAST = """(() => {
 
 def events(*deltas: dict[str, Any], finish: str = "stop", end: str = "data: [DONE]\n\n") -> str:
     """Returns a chat's stream as the server writes it."""
-    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices: list[dict[str, Any]] = [
+        {"index": 0, "delta": delta, "finish_reason": None} for delta in deltas
+    ]
     choices.append({"index": 0, "delta": {}, "finish_reason": finish})
     chunks = [{"object": "chat.completion.chunk", "choices": [choice]} for choice in choices]
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + end
@@ -131,7 +132,8 @@ async def check_parts(tab: Tab) -> None:
     call = {"index": 0, "id": "call_1", "type": "function"}
     named = call | {"function": {"name": "get_weather", "arguments": '{"city": '}}
     rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
-    parts = [{"reasoning_content": HOSTILE}, {"tool_calls": [named]}, {"tool_calls": [rest]}]
+    calls = [{"tool_calls": [part]} for part in (named, rest)]
+    parts: list[dict[str, Any]] = [{"reasoning_content": HOSTILE}, *calls]
     tab.canned.append((200, STREAM, events(*parts, finish="tool_calls")))
     tab.canned.append((200, STREAM, events({"content": HOSTILE})))
     await ask(tab, "How is the weather?")
