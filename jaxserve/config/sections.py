@@ -303,6 +303,11 @@ class ServerSection(Section):
         description="Serve a page at / of the HTTP port: a chat, and the server's load "
         "(docs/page.md).",
     )
+    http_allowed_hosts: tuple[str, ...] = pydantic.Field(
+        (),
+        description="Names by which requests may reach an open loopback http_host, besides "
+        "localhost and its addresses; for a proxy that passes its own name on.",
+    )
     http_cors_origins: tuple[str, ...] = pydantic.Field(
         (),
         description="Origins whose pages may call from a browser, such as http://localhost:3000; "

@@ -36,6 +36,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "sampling.min_p": ("0.25", 0.25),
     "sampling.presence_penalty": ("0.5", 0.5),
     "sampling.top_p": ("0.75", 0.75),
+    "server.http_allowed_hosts": ('["a.example"]', ["a.example"]),
     "server.http_cors_origins": ('["http://a.example"]', ["http://a.example"]),
     "tenants.default": ('{"max_priority": 7}', OPEN | {"max_priority": 7}),
     "tenants.named": (f'{{"acme": {FREE}}}', {"acme": OPEN}),

@@ -4,11 +4,13 @@ errors as bodies."""
 import asyncio
 import contextlib
 import logging
+import urllib.parse
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Final
 
 import structlog
 
+from jaxserve.config import is_loopback
 from jaxserve.errors import HttpError, JaxserveError
 from jaxserve.metrics.tenants import ANONYMOUS
 from jaxserve.server.door import Door
@@ -100,6 +102,7 @@ class Endpoint:
                 call.make_id()
                 raise
             if not self._is_free:
+                check_host(call, self._door)
                 call.tenant = self._door.authenticator.authenticate(call.authorization).name
                 structlog.contextvars.bind_contextvars(tenant=call.tenant or ANONYMOUS)
                 held.enter_context(self._door.open_calls.taking_place())
@@ -118,6 +121,28 @@ class Endpoint:
                 reason="METHOD_NOT_ALLOWED",
                 headers={"allow": ", ".join(sorted(self._methods))},
             )
+
+
+def check_host(call: Call, door: Door) -> None:
+    """Refuses a request to an open loopback address that is for another name.
+
+    A page in a browser here can have its own name resolve to 127.0.0.1, and then calls as one of
+    that origin (DNS rebinding); its name is in the header.
+    """
+    section = door.config.server
+    if not (door.credentials.asks_for_nothing and is_loopback(section.http_host)):
+        return
+    try:
+        name = urllib.parse.urlsplit(f"//{call.header('host')}").hostname or ""
+    except ValueError:  # no host at all
+        name = ""
+    if not is_loopback(name) and name not in section.http_allowed_hosts:
+        raise HttpError(
+            f"this server is open to this machine alone, but the request is for {name[:64]!r}; "
+            "call it as localhost, or name the host in server.http_allowed_hosts",
+            status=421,
+            reason="WRONG_HOST",
+        )
 
 
 @contextlib.contextmanager

@@ -132,7 +132,7 @@ async def run_app(
         app = App(door)
         transport = httpx.ASGITransport(app.asgi)
         asked, aborts = watch(engine)
-        async with httpx.AsyncClient(transport=transport, base_url="http://jaxserve") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield Running(
                 engine=engine, runner=runner, door=door, client=client, asked=asked, aborts=aborts
             )
