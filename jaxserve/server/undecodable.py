@@ -5,7 +5,7 @@ grpc's own answer is UNKNOWN, without details, and a traceback in the log.
 
 import dataclasses
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, override
 
 import grpc
@@ -15,6 +15,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.server.edge import OURS, Edge, find_method
 from jaxserve.server.vllm_engine import SERVICE
 
+NO_MESSAGE: Final = "the bytes are no message of this method; build it from the service's proto"
 SERVED: Final = (OURS, f"/{SERVICE}/")
 
 
@@ -26,7 +27,7 @@ class _Undecodable:
 
 
 class UndecodableInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # stubs only
-    """Refuses undecodable messages to our services with INVALID_ARGUMENT."""
+    """Refuses undecodable messages with INVALID_ARGUMENT, to our services with its details too."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
@@ -39,11 +40,19 @@ class UndecodableInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-a
     ) -> Any:  # grpc's handlers are tuples without a public type
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(SERVED):
-            return handler
-        assert not handler.request_streaming, "each of our calls begins with one message"
-        kind = "unary_stream" if handler.response_streaming else "unary_unary"
-        refusing = self._refusing(getattr(handler, kind), find_method(method))
+        if handler is None:
+            return None
+        kind = "stream" if handler.request_streaming else "unary"
+        kind += "_stream" if handler.response_streaming else "_unary"
+        behavior = getattr(handler, kind)
+        refusing: Callable[..., Any]
+        if method.startswith(SERVED):
+            assert not handler.request_streaming, "each of our calls begins with one message"
+            refusing = self._refusing(behavior, find_method(method))
+        elif handler.request_streaming:
+            refusing = _refusing_in_stream(behavior)
+        else:
+            refusing = _refusing_plainly(behavior)
         read = functools.partial(_read, handler.request_deserializer)
         return handler._replace(request_deserializer=read, **{kind: refusing})
 
@@ -60,6 +69,36 @@ class UndecodableInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-a
                 )
 
         return call
+
+
+def _refusing_plainly(behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Of health, which needs no key and is no call of an edge."""
+
+    async def call(message: Message | _Undecodable, context: Any) -> Any:  # noqa: ANN401
+        if isinstance(message, _Undecodable):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, NO_MESSAGE)
+        return await behavior(message, context)
+
+    return call
+
+
+def _refusing_in_stream(
+    behavior: Callable[..., AsyncIterator[Any]],
+) -> Callable[..., AsyncIterator[Any]]:
+    """Of reflection, which answers one message after the other."""
+
+    async def call(messages: AsyncIterator[Message | _Undecodable], context: Any) -> Any:  # noqa: ANN401
+        async def decoded() -> AsyncIterator[Message]:
+            async for message in messages:
+                if isinstance(message, _Undecodable):
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, NO_MESSAGE)
+                else:
+                    yield message
+
+        async for reply in behavior(decoded(), context):
+            yield reply
+
+    return call
 
 
 def _read(parse: Callable[[bytes], Message], data: bytes) -> Message | _Undecodable:
