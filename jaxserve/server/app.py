@@ -21,6 +21,7 @@ from jaxserve.server.edge import Edge
 from jaxserve.server.generation import GenerationServicer
 from jaxserve.server.guard import GuardInterceptor
 from jaxserve.server.health_listener import HealthListener
+from jaxserve.server.health_servicer import HealthServicer
 from jaxserve.server.http import HttpServer
 from jaxserve.server.listeners import bind_tcp, build_options, check_exposure, format_address
 from jaxserve.server.models import ModelServicer
@@ -66,7 +67,7 @@ class Server:
         self.port = 0
         self.door = Door(config, metrics, read_config=read_config)
         self._config = config
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
+        self._health = HealthServicer()
         self._states: asyncio.Queue[EngineState] = asyncio.Queue()
         self._has_ended = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []

@@ -10,6 +10,7 @@ from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.server.listeners import build_options, format_address
 from jaxserve.server.probes import MAX_CHECKS, MAX_WATCHES, ProbeInterceptor
+from jaxserve.server.undecodable import UndecodableInterceptor
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class HealthListener:
         num_calls = MAX_CHECKS + MAX_WATCHES + 64
         self._server = grpc.aio.server(
             options=build_options(config.limits, num_calls=num_calls),
-            interceptors=[ProbeInterceptor()],
+            interceptors=[ProbeInterceptor(), UndecodableInterceptor()],
             maximum_concurrent_rpcs=num_calls,
         )
         health_pb2_grpc.add_HealthServicer_to_server(health, self._server)

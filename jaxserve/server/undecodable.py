@@ -29,7 +29,10 @@ class _Undecodable:
 class UndecodableInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # stubs only
     """Refuses undecodable messages with INVALID_ARGUMENT, to our services with its details too."""
 
-    def __init__(self, edge: Edge) -> None:
+    def __init__(self, edge: Edge | None = None) -> None:
+        """Args:
+        edge: of our services; None where there is none of them.
+        """
         self._edge = edge
 
     @override
@@ -62,6 +65,7 @@ class UndecodableInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-a
         async def call(message: Message | _Undecodable, context: Any) -> Any:  # noqa: ANN401
             if not isinstance(message, _Undecodable):
                 return await behavior(message, context)
+            assert self._edge is not None, "a service of ours without an edge"
             async with self._edge.call(context, method):
                 raise InvalidRequestError(
                     f"the request's {message.num_bytes} bytes are not a message of {method}; "

@@ -55,6 +55,19 @@ async def test_a_server_is_alive_before_it_is_ready_and_refuses_until_then() -> 
     await server.stop(5.0)
 
 
+async def test_the_states_of_all_services_at_once() -> None:
+    async with run_server() as running, grpc.aio.insecure_channel(running.target) as channel:
+        asked = health_pb2.HealthListRequest()
+        found = (await health_pb2_grpc.HealthStub(channel).List(asked)).statuses
+        states = {service: response.status for service, response in found.items()}
+        assert states == {"": SERVING, GENERATION: SERVING}
+        await asyncio.to_thread(running.engine.stop)
+        await running.server.wait_ended()
+        found = (await health_pb2_grpc.HealthStub(channel).List(asked)).statuses
+        states = {service: response.status for service, response in found.items()}
+        assert states == {"": SERVING, GENERATION: NOT_SERVING}
+
+
 async def test_a_watcher_sees_each_change() -> None:
     steps = Steps()
     async with run_server(steps) as running, connect(running) as client:
