@@ -128,6 +128,10 @@ class Served:
     def stop(self) -> int:
         """Ends it as an operator does; returns its exit code."""
         self._process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Returns the exit code, once it has ended."""
         return self._process.wait(END_S)
 
     def kill(self) -> None:
