@@ -217,6 +217,8 @@ def _serving(model: str, folder: Path) -> Iterator[tuple[Served, Caller]]:
 def run(options: argparse.Namespace, model: str, folder: Path) -> int:
     checks = Checks("proto_fuzz")
     methods = [*PUBLIC, *REFLECTION, *ADMIN, *vllm_methods()]
+    # what makes tokens has the most fields
+    methods += 4 * [method for method in methods if method.path.endswith(("Generate", "/Score"))]
     with _serving(model, folder) as (served, caller):
         early = options.count // 5
         phases = (hypothesis.Phase.generate, hypothesis.Phase.shrink)
