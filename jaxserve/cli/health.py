@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -65,6 +66,13 @@ def run(options: argparse.Namespace) -> int:
             health = client.health(timeout_s=options.timeout)
     except ServerError as error:
         print(f"alive=false ready=false error={error.code.name}")
+        if error.code.name == "UNAVAILABLE":
+            hint = "has it TLS, of this root" if tls else "has it TLS (--ca-file)"
+            print(
+                f"jaxserve: nobody answers at {options.target}: "
+                f"is it a server's gRPC port, {hint}?",
+                file=sys.stderr,
+            )
         return exit_codes.REFUSED
     print(f"alive={str(health.is_alive).lower()} ready={str(health.is_ready).lower()}")
     is_good = health.is_alive if options.alive else health.is_ready
