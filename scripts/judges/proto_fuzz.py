@@ -203,6 +203,18 @@ def _show(method: Method, data: bytes) -> str:
     return "(no message)"
 
 
+def _fuzz_all(
+    served: Served, caller: Caller, methods: Sequence[Method], options: argparse.Namespace
+) -> collections.Counter[str]:
+    """Sends all messages; where one is a fault, shows the end of the server's log too."""
+    phases = (hypothesis.Phase.generate, hypothesis.Phase.shrink)
+    try:
+        return fuzz(caller, methods, count=options.count, seed=options.seed, phases=phases)
+    except FaultError:
+        print("\n".join(served.log.read_text().splitlines()[-40:]))
+        raise
+
+
 @contextlib.contextmanager
 def _serving(model: str, folder: Path) -> Iterator[tuple[Served, Caller]]:
     admin = f"unix:{folder / 'admin.sock'}"
@@ -220,12 +232,9 @@ def run(options: argparse.Namespace, model: str, folder: Path) -> int:
     # what makes tokens has the most fields
     methods += 4 * [method for method in methods if method.path.endswith(("Generate", "/Score"))]
     with _serving(model, folder) as (served, caller):
-        early = options.count // 5
-        phases = (hypothesis.Phase.generate, hypothesis.Phase.shrink)
-        ends = fuzz(caller, methods, count=early, seed=options.seed, phases=phases)
+        fuzz(caller, methods, count=options.count // 5, seed=options.seed + 1)  # warms it up
         before = served.taken()
-        rest, seed = options.count - early, options.seed + 1
-        ends += fuzz(caller, methods, count=rest, seed=seed, phases=phases)
+        ends = _fuzz_all(served, caller, methods, options)
         _show_ends(ends)
         checks.holds("messages sent", ends.total() >= options.count, ends.total())
         unseen = [x.name for x in methods if not any(end.startswith(f"{x.name} ") for end in ends)]
@@ -233,7 +242,7 @@ def run(options: argparse.Namespace, model: str, folder: Path) -> int:
         check_idle(checks, served.wait_idle(TIMEOUT_S))
         after = served.taken()
         good = after.rss_bytes <= before.rss_bytes * GROWTH + SLACK_BYTES
-        seen = f"{before.rss_bytes / 2**20:.1f} MiB after a fifth, {after.rss_bytes / 2**20:.1f}"
+        seen = f"{before.rss_bytes / 2**20:.1f} MiB, then {after.rss_bytes / 2**20:.1f}"
         checks.holds("resident memory", good, seen)
         log = served.log.read_text()
         checks.same("tracebacks in the log", log.count("Traceback"), 0)
