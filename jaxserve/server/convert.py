@@ -195,8 +195,8 @@ def read_seconds(duration: duration_pb2.Duration, field: str) -> float:
     seconds, nanos = duration.seconds, duration.nanos
     if abs(nanos) >= NANOS or (seconds and nanos and (seconds < 0) != (nanos < 0)):
         refuse(
-            f"{field} has seconds {seconds} and nanos {nanos}, but nanos must be less than a second "
-            "and of the same sign",
+            f"{field} has seconds {seconds} and nanos {nanos}, but nanos must be less than a "
+            "second and of the same sign",
             field,
         )
     return seconds + nanos / NANOS
