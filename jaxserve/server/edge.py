@@ -144,7 +144,9 @@ class Edge:
     ) -> AsyncIterator[None]:
         """Counts a call among the open ones, and ends it."""
         # the tenant is known later: this has it forgotten at the end
-        facts = {"tenant": NOBODYS, **({"request_id": request_id} if request_id else {})}
+        facts = {"tenant": NOBODYS}
+        if request_id and is_printable(request_id):  # what is refused for itself is not written
+            facts["request_id"] = request_id
         with structlog.contextvars.bound_contextvars(**facts), self._open_calls.counting():
             async with self._ending(context, method, request_id, span):
                 yield
@@ -270,9 +272,15 @@ def find_request_id(asked: str, context: Context) -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
+def is_printable(request_id: str) -> bool:
+    """Whether an id can stand in a header and in a line of the log."""
+    is_plain = request_id.isascii() and request_id.isprintable()
+    return is_plain and request_id == request_id.strip()
+
+
 def check_request_id(request_id: str) -> None:
     """Raises InvalidRequestError for an id that cannot be echoed in a header or a log line."""
-    if not (request_id.isascii() and request_id.isprintable()) or request_id != request_id.strip():
+    if not is_printable(request_id):
         raise InvalidRequestError(
             "request_id must be printable ASCII without spaces at its ends; use letters, digits "
             "and dashes",

@@ -20,7 +20,7 @@ from tests.server.http.test_client_goes_away import connecting, request_bytes
 
 pytestmark = pytest.mark.asyncio
 
-HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 
 
 def parse(response: bytes) -> tuple[int, str, dict[str, str]]:
@@ -158,7 +158,7 @@ async def test_who_has_no_key_takes_no_place_from_those_that_have_one(tmp_path: 
         stalled = [small_buffers() for _ in range(3)]
         for client in stalled:  # ask for much, and read nothing
             await loop.sock_connect(client, ("127.0.0.1", running.port))
-            asked = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 400
+            asked = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 400
             await loop.sock_sendall(client, asked)
         await until(lambda: running.door.open_calls.count == 3)
         response = await running.client.get(
@@ -203,7 +203,9 @@ async def test_who_asks_for_another_protocol_is_served_in_this_one(num_parts: in
 
 async def test_the_body_of_such_a_request_is_no_request() -> None:
     inner = HEALTH + b"\r\n"
-    head = b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    head = (
+        b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    )
     async with run_listening() as running, connecting(running) as (reader, writer):
         writer.write(head + b"content-length: %d\r\n\r\n" % len(inner))
         assert await reader.readuntil(b'{"status":"serving"}')
@@ -215,7 +217,7 @@ async def test_the_body_of_such_a_request_is_no_request() -> None:
 
 async def test_a_connect_is_refused_and_closed() -> None:
     async with run_listening() as running, connecting(running) as (reader, writer):
-        writer.write(b"CONNECT /health HTTP/1.1\r\nhost: x\r\n\r\n" + HEALTH + b"\r\n")
+        writer.write(b"CONNECT /health HTTP/1.1\r\nhost: localhost\r\n\r\n" + HEALTH + b"\r\n")
         found = parse(await reader.read(-1))
     assert found[:2] == (405, "method_not_allowed")
 
