@@ -78,7 +78,7 @@ def test_a_reader_that_is_slow_but_not_too_slow_gets_everything() -> None:
             pass  # not a single event is read before the end
         output = gather(stream)
     assert output.token_ids == expected_output((1,), GREEDY, 30)
-    assert len(output.deltas) == 1
+    assert len(output.deltas) <= 2  # what is held back for a character may come by itself
 
 
 class BrokenSchedule(Scheduler):

@@ -178,7 +178,7 @@ async def test_a_model_that_is_loading_has_figures_too() -> None:
     door = Door(Config(server=ServerSection(http_port=0)), Metrics())
     app = App(door)
     transport = httpx.ASGITransport(app.asgi)
-    async with httpx.AsyncClient(transport=transport, base_url="http://jaxserve") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         page = await client.get("/")
         load = LoadReply.model_validate_json((await client.get("/load")).content)
     app.close()

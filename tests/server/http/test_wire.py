@@ -209,7 +209,7 @@ async def test_the_body_of_such_a_request_is_no_request() -> None:
     async with run_listening() as running, connecting(running) as (reader, writer):
         writer.write(head + b"content-length: %d\r\n\r\n" % len(inner))
         assert await reader.readuntil(b'{"status":"serving"}')
-        writer.write(inner + b"GET /no HTTP/1.1\r\nconnection: close\r\n\r\n")
+        writer.write(inner + b"GET /no HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         text = await reader.read(-1)
     assert text.count(b"HTTP/1.1 ") == 1
     assert text.startswith(b"HTTP/1.1 404")
