@@ -9,7 +9,7 @@ from typing import TypeVar
 
 E = TypeVar("E", bound=Exception)
 T = TypeVar("T")
-WIDTH = 96  # of what a row shows
+WIDTH = 130  # of what a row shows
 
 
 class Checks:
