@@ -40,7 +40,7 @@ def map_schemas(schema: object, change: Callable[[Schema], Schema]) -> object:
 
 
 def narrow_formats(schema: object) -> object:
-    """Returns a schema whose formats say all that their standards do of a day, a time and a mailbox."""
+    """Returns a schema whose days, times and mailboxes are what their standards say."""
     return map_schemas(schema, _narrow_format)
 
 

@@ -9,7 +9,7 @@ from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.request import StructuredOutput
 from jaxserve.text.chat_output.tools import functions_of, parameter_types
 from jaxserve.text.grammar_source import JSON_STYLE, OWN_KEY
-from jaxserve.text.json_schemas import Schema, narrow_formats, map_schemas
+from jaxserve.text.json_schemas import Schema, map_schemas, narrow_formats
 from jaxserve.text.tokenizer import Tokenizer
 
 FIELD: Final = "chat.tools_json"
