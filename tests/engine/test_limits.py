@@ -172,7 +172,8 @@ def test_the_largest_and_smallest_allowed_values_pass(name: str, value: Any) -> 
     ],
 )  # fmt: skip
 def test_a_bound_that_was_sent_as_a_float32_is_allowed(name: str, value: float) -> None:
-    assert admit(**{name: float(np.float32(value))}).prompt == (1, 2, 3)
+    fields: dict[str, Any] = {name: float(np.float32(value))}
+    assert admit(**fields).prompt == (1, 2, 3)
 
 
 @pytest.mark.parametrize("value", [-1e20, 1e20])
