@@ -140,6 +140,11 @@ class HttpClients:
         call.is_generating = False
         await self._exchange(call, build_request(method, path, self._headers(call), body))
 
+    async def scrape(self, tenant: str) -> None:
+        call = self._call("/metrics", tenant, "scrapes", num_requests=0)
+        call.is_generating = False
+        await self._exchange(call, build_request("GET", "/metrics", self._headers(call)))
+
     async def be_refused(self, tenant: str) -> None:
         rng = self._rng
         nonsense: dict[str, Any] = rng.choice(
@@ -218,8 +223,9 @@ class HttpClients:
     async def _take(self) -> Connection:
         while self._kept:
             connection = self._kept.pop()
-            if connection.is_open:
+            if connection.is_usable:
                 return connection
+            connection.close()
         return await Connection.open(self._crowd.http)
 
     def _keep(self, connection: Connection) -> None:

@@ -1,5 +1,7 @@
 """The server under load: a process with keys, two tenants and tight bounds, and what it takes."""
 
+import collections
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -10,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -49,10 +50,14 @@ max_priority = 0
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class Taken:
-    """What the process has taken, at one moment."""
+    """What the process has taken, at one moment.
+
+    Attributes:
+      threads: how many there are by name; Python's own have the process's.
+    """
 
     rss_bytes: int
-    num_threads: int
+    threads: collections.Counter[str]
     num_files: int
 
 
@@ -121,7 +126,7 @@ class Served:
         process = Path(f"/proc/{self._process.pid}")
         return Taken(
             rss_bytes=rss_bytes(self._process.pid),
-            num_threads=len(os.listdir(process / "task")),
+            threads=collections.Counter(_read_names(process / "task")),
             num_files=len(os.listdir(process / "fd")),
         )
 
@@ -151,7 +156,13 @@ class Served:
         raise SystemExit(f"the server did not start:\n{self.log.read_text()[-3000:]}")
 
 
-@contextmanager
+def _read_names(folder: Path) -> Iterator[str]:
+    for thread in folder.iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            yield (thread / "comm").read_text().strip()
+
+
+@contextlib.contextmanager
 def serving(words: list[str], *, streams: int, keep: Path | None = None) -> Iterator[Served]:
     """Runs a server; its files go at the end, unless they are to be kept somewhere."""
     with tempfile.TemporaryDirectory() as folder:

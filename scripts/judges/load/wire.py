@@ -3,12 +3,14 @@
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final, Self
 
 from scripts.judges.load.cutter import reset
 
 LIMIT: Final = 1 << 20  # of a line, and of what is read ahead
+KEPT_S: Final = 60.0
 
 
 class ClosedError(Exception):
@@ -22,6 +24,7 @@ class Connection:
         self._reader = reader
         self._writer = writer
         self._headers: dict[str, str] = {}
+        self._used_s = time.monotonic()
         self.is_open = True
 
     @classmethod
@@ -37,7 +40,14 @@ class Connection:
         await asyncio.get_running_loop().sock_connect(narrow, address)
         return cls(*await asyncio.open_connection(sock=narrow, limit=4096))
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether another call may be made on it: the server closes what is idle for long."""
+        is_fresh = time.monotonic() - self._used_s < KEPT_S
+        return self.is_open and is_fresh and not self._reader.at_eof()
+
     def send(self, data: bytes) -> None:
+        self._used_s = time.monotonic()
         self._writer.write(data)
 
     async def read_head(self) -> int:
