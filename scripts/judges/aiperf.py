@@ -221,7 +221,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("url")
     parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
+    parser.add_argument("--rate", type=float, default=0.5, help="requests a second")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each tool, in turn")
     parser.add_argument("--tolerance", type=float, default=0.03, help="of each ratio from 1")
     parser.add_argument("--keep", type=Path, help="a new folder for the runs' files")
