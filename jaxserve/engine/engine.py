@@ -322,7 +322,7 @@ class Engine:
         stopped = find_stopped(result, self._by_sequence)
         self._steps.lap("detokenize")
         note_step(plan, result, self._by_sequence)
-        for update in self._scheduler.commit(plan, result, stopped):
+        for update in self._scheduler.commit(plan, result, stopped, now_s=now_s):
             self._deliver(update, now_s)
         self._make_room()
 

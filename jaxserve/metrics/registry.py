@@ -31,6 +31,7 @@ LATENCY_BUCKETS_S: Final = (
 TOKEN_BUCKETS: Final = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000
 )  # fmt: skip
+ERROR_BUCKETS: Final = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 # What `Metrics.value` can be asked of each type, after the family's name.
 _SUFFIXES: Final = {
     "counter": ("_total",),
@@ -208,6 +209,36 @@ class Metrics:
             "forked_choices", "Choices that began from their request's computed prompt."
         )
         self.page_copies = self._counter("kv_page_copies", "Pages copied.")
+        self.prefix_cache_queries = self._counter(
+            "prefix_cache_queries", "Requests that were started and could read it.", "namespace"
+        )
+        self.prefix_cache_query_tokens = self._counter(
+            "prefix_cache_query_tokens", "Prompt tokens of those.", "namespace"
+        )
+        self.prefix_cache_hits = self._counter(
+            "prefix_cache_hits", "Requests that found some of their prompt.", "namespace"
+        )
+        self.prefix_cache_hit_tokens = self._counter(
+            "prefix_cache_hit_tokens", "Prompt tokens that they found.", "namespace"
+        )
+        self.prefix_cache_reused_tokens = self._counter(
+            "prefix_cache_reused_tokens",
+            "Tokens that were not computed, after preemptions too.",
+            "namespace",
+        )
+        self.prefix_cache_copied_tokens = self._counter(
+            "prefix_cache_copied_tokens", "Of those, in copies of a page's beginning.", "namespace"
+        )
+        self.prefix_cache_evictions = self._counter(
+            "prefix_cache_evictions", "Pages dropped to make room.", "namespace"
+        )
+        self.prefix_cache_refusals = self._counter(
+            "prefix_cache_refusals",
+            "Requests that found nothing, though a page of the same tokens was there, by the part "
+            "of the identity that was another's.",
+            "namespace",
+            "reason",
+        )
         self.overlapped_steps = self._counter(
             "overlapped_steps", "Steps launched before an earlier result was read."
         )
@@ -269,6 +300,11 @@ class Metrics:
         )
         self.request_output_tokens = self._histogram(
             "request_output_tokens", "Output tokens of an ended request.", TOKEN_BUCKETS
+        )
+        self.step_time_error = self._histogram(
+            "step_time_error_ratio",
+            "Error of each step's predicted time, by the measured one.",
+            ERROR_BUCKETS,
         )
         self.step_tokens = self._histogram("step_tokens", "Tokens of a step.", TOKEN_BUCKETS)
 

@@ -1,6 +1,7 @@
 """Requests from the queue to their end: what a step is to do, and what came of it."""
 
 import dataclasses
+import math
 from collections.abc import Collection
 from typing import Literal
 
@@ -13,6 +14,7 @@ from jaxserve.scheduler.deadlines import Deadlines, is_ended
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.planner import Planner
 from jaxserve.scheduler.running_set import find_unforked
+from jaxserve.scheduler.step_time import StepTimes, measure_work
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
@@ -59,10 +61,12 @@ class Scheduler:
         overlap_depth: int,
         metrics: Metrics,
         page_bytes: int = 0,
+        step_times: StepTimes | None = None,
     ) -> None:
         """Args:
           overlap_depth: launched steps that may wait for their commit; 1 is no overlap.
           page_bytes: size of a page over all layers, for the gauges.
+          step_times: what is known of them already.
 
         Raises:
           ConfigError: a step is too small for a prompt.
@@ -77,12 +81,16 @@ class Scheduler:
         )
         self._waiting = self._planner.waiting
         self._running = self._planner.running
+        self._reuse = self._planner.reuse
         self._pool = pool
         self._reserves_all = reserve == "max_length"
         self._max_model_tokens = max_model_tokens
         self._overlap_depth = overlap_depth
         self._metrics = metrics
         self._page_bytes = page_bytes
+        self.step_times = step_times or StepTimes()
+        self._planned_s: dict[int, float] = {}  # of steps in flight
+        self._read_s = -math.inf  # when the last result was
         self._deadlines = Deadlines()
         self._next_sequence_id = 1
         self._live: dict[int, Sequence] = {}
@@ -186,6 +194,7 @@ class Scheduler:
             case SequenceState.WAITING:
                 self._waiting.remove(sequence)
         sequence.state = SequenceState.FINISHED
+        self._reuse.leave(sequence, is_in_flight=self._planner.is_in_flight(sequence))
         sequence.num_in_flight = 0
         self._ended.discard(sequence.id)
         del self._live[sequence.id]
@@ -215,10 +224,18 @@ class Scheduler:
         in_flight = self._planner.num_in_flight
         assert in_flight < self._overlap_depth, f"{in_flight} steps are in flight already"
         assert not self._ended, f"sequences {self._ended} have ended and were not finished"
-        return self._planner.plan(now_s)
+        plan = self._planner.plan(now_s)
+        if plan.has_work:
+            self._planned_s[plan.step_id] = now_s
+        return plan
 
     def commit(
-        self, plan: StepPlan, result: StepResult, stopped: Collection[int] = ()
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        stopped: Collection[int] = (),
+        *,
+        now_s: float | None = None,
     ) -> list[Update]:
         """Takes in a step's result, in launch order, and returns what is new for live sequences.
 
@@ -226,12 +243,18 @@ class Scheduler:
 
         Args:
           stopped: ids of sequences whose text ended with this token (a stop string).
+          now_s: when the result was read; None times nothing.
         """
         self._planner.retire(plan.step_id)
+        planned_s = self._planned_s.pop(plan.step_id)
+        if now_s is not None:
+            self._time_step(plan, result, seconds=now_s - max(planned_s, self._read_s))
+            self._read_s = now_s
         updates: list[Update] = []
         num_surplus = num_useful = 0
         for chunk in plan.chunks:
             live = self._find_live(chunk)
+            self._publish(chunk, live, result)
             num_useful += bool(live)
             if chunk.samples:
                 num_surplus += 1 + len(chunk.forks) - len(live)
@@ -242,6 +265,7 @@ class Scheduler:
                 new = new or [Update(sequence=self._get_live(request))]
                 self._take_scores(new[0], chunk, result)
             updates += new
+        self._reuse.retire(plan.step_id)
         self._metrics.useful_rows.inc(num_useful)
         if num_surplus:
             self._metrics.surplus_tokens.inc(num_surplus)
@@ -270,6 +294,7 @@ class Scheduler:
     def check(self) -> None:
         """Asserts that every page and row is in exactly one place, and the queues agree."""
         self._running.check()
+        self._reuse.check(set(self._live))
         live = self._live.values()
         unforked = [s for s in live if s.state is SequenceState.UNFORKED]
         num_known = len(self._running) + len(self._waiting) + len(unforked)
@@ -282,6 +307,14 @@ class Scheduler:
             others = [s for s in sequence.request.sequences if s.id in self._live]
             firsts = [s for s in others if s.state is not SequenceState.UNFORKED]
             assert len(firsts) == 1, f"nobody computes the prompt for sequence {sequence.id}"
+
+    def _time_step(self, plan: StepPlan, result: StepResult, *, seconds: float) -> None:
+        """Takes in how long a step took, unless it waited for something beside the device."""
+        if plan.needs_masks or result.compile_s or seconds <= 0:
+            return
+        error = self.step_times.observe(result.bucket, measure_work(plan), seconds)
+        if error is not None:
+            self._metrics.step_time_error.observe(error)
 
     def _settle(self, sequence: Sequence, result: StepResult, stopped: Collection[int]) -> Update:
         """Appends the sampled token and decides whether the sequence ends with it."""
@@ -308,6 +341,21 @@ class Scheduler:
             finish=finish,
             logprobs=result.logprobs.get(sequence.id),
         )
+
+    def _publish(self, chunk: Chunk, live: list[Sequence], result: StepResult) -> None:
+        """Keeps the pages that a chunk filled, now that it is known what came of it."""
+        not_finite, end = result.not_finite, chunk.start + chunk.num_tokens
+        if not_finite and _has_failed(chunk, not_finite):
+            self._reuse.forget(chunk.sequence_id, self._live.get(chunk.sequence_id))
+            return
+        page_size = self._pool.page_size
+        if chunk.start // page_size < end // page_size:
+            running = (s for s in live if s.state is SequenceState.RUNNING)
+            holder = next(running, None)  # None: who computed it has given its pages up
+            if holder is not None:
+                self._reuse.publish(holder, end)
+        if chunk.samples:
+            self._reuse.prove(chunk.sequence_id)
 
     def _find_live(self, chunk: Chunk) -> list[Sequence]:
         """Returns those of a chunk's choices that have not ended."""
@@ -340,3 +388,10 @@ class Scheduler:
         ended = [other for other in live[0].request.sequences if other.id in self._live]
         self._ended.update(other.id for other in ended)
         return [Update(sequence=other, finish=FinishReason.MAX_TOKENS) for other in ended]
+
+
+def _has_failed(chunk: Chunk, not_finite: Collection[int]) -> bool:
+    """Whether logits of a chunk, or of a choice forked from it, were not finite."""
+    return chunk.sequence_id in not_finite or any(
+        fork.sequence_id in not_finite for fork in chunk.forks
+    )

@@ -21,7 +21,7 @@ from jaxserve.config import ServerSection, TenantLimits, TenantsSection, load_co
 from jaxserve.engine.start import load_engine
 from jaxserve.errors import ConfigError
 from jaxserve.metrics import Metrics
-from jaxserve.metrics.registry import LATENCY_BUCKETS_S, PREFIX, TOKEN_BUCKETS
+from jaxserve.metrics.registry import ERROR_BUCKETS, LATENCY_BUCKETS_S, PREFIX, TOKEN_BUCKETS
 from jaxserve.request import GenerationRequest, SamplingParams
 from jaxserve.runner import programs
 from tests.checkpoint.writers import T1, make_weights, write_hf
@@ -164,6 +164,11 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "request_seconds": ("script", [8.5, 19.5, 12, 13, 1.5]),
     "request_prompt_tokens": ("script", [9, 3, 2, 1, 2]),
     "request_output_tokens": ("script", [4, 8, 1, 5, 0]),
+    "step_time_error_ratio": (
+        "script",  # of launches 2 to 15; each is predicted by the median of its bucket so far, or
+        # by the buckets next to it in size; measured from the result before or its own planning
+        [1 / 1.5, 0.5 / 1.5, 0, 0, 2, 0.2, 0.5 / 1.5, 0, 0, 0.5 / 1.5, 0, 2, 0, 2],
+    ),
     "step_tokens": ("script", [6, 5, 2, 2, 1, 1, 5, 4, 3, 3, 1, 1, 1, 5, 1]),
     "build": ("device", {}),  # its labels have a test of their own
     "config": ("device", {}),
@@ -365,6 +370,9 @@ def histogram(family: Metric) -> dict[str, float]:
 
 def buckets_of(observed: Sequence[float], name: str) -> dict[str, float]:
     """What a histogram shows of these values."""
-    bounds = LATENCY_BUCKETS_S if name.endswith("_seconds") else TOKEN_BUCKETS
+    if name.endswith("_ratio"):
+        bounds: Sequence[float] = ERROR_BUCKETS
+    else:
+        bounds = LATENCY_BUCKETS_S if name.endswith("_seconds") else TOKEN_BUCKETS
     cumulative = {str(float(bound)): sum(value <= bound for value in observed) for bound in bounds}
     return {**cumulative, "+Inf": len(observed), "count": len(observed), "sum": sum(observed)}
