@@ -104,6 +104,7 @@ class RowLoad:
 
     Attributes:
       pages: the sequence's whole page table, with this step's new pages.
+      num_cached: leading tokens whose K/V is in them already, once this step's copies are made.
       stop_ids: banned until `sampling.min_tokens` outputs exist.
       prompt: for the penalties' counts; empty when the request has no penalties.
       output: likewise: the tokens sampled before a preemption.
@@ -118,11 +119,15 @@ class RowLoad:
     stop_ids: tuple[int, ...]
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
+    num_cached: int = 0
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class PageCopy:
-    """Copy one whole pool page to another, before the forward: which may write into either."""
+    """Copy one whole pool page to another, before the forward: which may write into either.
+
+    The target is new with this plan, in a chunk's `new_pages` or in a row load's table.
+    """
 
     source: int
     target: int

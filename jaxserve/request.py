@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from jaxserve.errors import JaxserveError
+from jaxserve.identity import CacheIdentity
 
 
 class FinishReason(enum.Enum):
@@ -218,6 +219,16 @@ class Sequence:
             return max(len(request.prompt) - 1, 1)
         return len(request.prompt) + len(self.output) + self.num_in_flight
 
+    def token_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """Returns the tokens at [start, end) of prompt and committed output."""
+        prompt, output = self.request.prompt, self.output
+        num_prompt = len(prompt)
+        if end <= num_prompt:
+            return prompt[start:end]
+        if start >= num_prompt:
+            return tuple(output[start - num_prompt : end - num_prompt])
+        return (*prompt[start:], *output[: end - num_prompt])
+
     @property
     def num_owed(self) -> int:
         """Tokens still to compute: one while decoding, more while prefilling or recomputing."""
@@ -240,6 +251,8 @@ class Request:
       is_masked: its tokens are drawn under a mask (a grammar, bad words, allowed ids).
       tenant: as in `GenerationRequest`.
       num_scored: leading prompt tokens after which the next one was scored, and that is committed.
+      cache_identity: what its K/V may be shared under; None neither reads nor fills the cache.
+      num_cached: leading prompt tokens that the cache spared when it was first scheduled.
     """
 
     id: str
@@ -257,6 +270,8 @@ class Request:
     tenant: str = ""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     num_scored: int = 0
+    cache_identity: CacheIdentity | None = None
+    num_cached: int = 0
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)

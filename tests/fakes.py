@@ -292,6 +292,9 @@ class FakeRunner:
             self._grow_table(chunk)
         in_flight = FakeInFlight(self, plan, bucket=self._bucket(plan), laps=laps)
         self._copy_pages(plan, in_flight)
+        self._adopt_cached(plan, in_flight)
+        for chunk in plan.chunks:
+            self._check_table(chunk)
         for chunk in plan.chunks:
             self._write(chunk, in_flight)
         for chunk in plan.chunks:
@@ -371,7 +374,10 @@ class FakeRunner:
         for load in plan.row_loads:
             _require(0 <= load.row < self.limits.max_seqs, f"row {load.row}")
             if load.sequence_id not in forks:
-                self._take_pages(load.sequence_id, load.pages)
+                num_shared = load.num_cached // self.page_size
+                self._take_pages(load.sequence_id, load.pages[num_shared:])
+                for page in load.pages[:num_shared]:
+                    self._page_owners[page].add(load.sequence_id)
                 self._load_row(load)
 
     def _load_row(self, load: RowLoad) -> FakeRow:
@@ -396,12 +402,33 @@ class FakeRunner:
                 self._page_owners[page].add(fork.sequence_id)
             self._load_row(load).marks = list(first.marks)
 
+    def _adopt_cached(self, plan: StepPlan, step: FakeInFlight) -> None:
+        """What a row load calls cached is there, each cell at its position, and no step that is
+        still on the "device" wrote it."""
+        written = {(page, place) for other in self._in_flight for page, place, _ in other.writes}
+        for load in plan.row_loads:
+            row = self._rows.get(load.row)
+            if not load.num_cached or row is None or row.load is not load:
+                continue
+            _require(not row.marks, f"sequence {load.sequence_id} is forked, not cached")
+            for position in range(load.num_cached):
+                page, place = row.table[position // self.page_size], position % self.page_size
+                name = f"token {position} of sequence {load.sequence_id}, in page {page},"
+                _, written_at, mark = self._pool[page][place]
+                _require(written_at == position, f"{name} is not there: {self._pool[page]}")
+                _require((page, place) not in written, f"{name} is written by a step in flight")
+                row.marks.append(mark)
+
     def _copy_pages(self, plan: StepPlan, step: FakeInFlight) -> None:
         num_tokens = {  # that the target keeps; after them it is written by its owner
             page: chunk.start - index * self.page_size
             for chunk in plan.chunks
             for index, page in enumerate(chunk.new_pages, chunk.num_pages_before)
         }
+        for load in plan.row_loads:
+            num_full, num_copied = divmod(load.num_cached, self.page_size)
+            if num_copied:
+                num_tokens[load.pages[num_full]] = num_copied
         copied = [(copy, list(self._pool[copy.source])) for copy in plan.copies]
         for copy, cells in copied:
             _require(copy.target in num_tokens, f"{copy} is to a page that is new to nobody")
@@ -432,6 +459,9 @@ class FakeRunner:
             self._take_pages(chunk.sequence_id, chunk.new_pages)
             row.table[before : before + num_new] = chunk.new_pages
             _require(len(set(row.table)) == len(row.table), f"{name} has a page twice")
+
+    def _check_table(self, chunk: Chunk) -> None:
+        row, name = self._rows[chunk.row], f"sequence {chunk.sequence_id}"
         wanted = f"{name} has {row.num_written} tokens written, chunk starts at {chunk.start}"
         _require(chunk.start == row.num_written, wanted)
         end = chunk.start + chunk.num_tokens

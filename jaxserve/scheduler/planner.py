@@ -10,6 +10,7 @@ from jaxserve.request import Sequence, SequenceState
 from jaxserve.scheduler.deadlines import is_expired
 from jaxserve.scheduler.page_needs import PageNeeds
 from jaxserve.scheduler.page_pool import PagePool
+from jaxserve.scheduler.prefix_reuse import Match, PrefixReuse
 from jaxserve.scheduler.running_set import RunningSet, find_unforked, is_ending, num_kept_rows
 from jaxserve.scheduler.step_builder import StepBuilder
 from jaxserve.scheduler.waiting_queue import WaitingQueue
@@ -46,6 +47,7 @@ class Planner:
         self._reserves_all = reserve == "max_length"
         self._pool = pool
         self._needs = PageNeeds(pool, self.running, reserve=reserve)
+        self.reuse = PrefixReuse(pool, metrics)
         self._limits = limits
         self._metrics = metrics
         self._max_chunks = min(config.max_chunks, limits.max_chunks)
@@ -162,7 +164,7 @@ class Planner:
         Strictly lower: two of one class never take each other's place.
         """
         first = self.waiting.find_first()
-        if first is None or self._is_static or self._is_in_flight(first):
+        if first is None or self._is_static or self.is_in_flight(first):
             return
         priority = first.request.priority
         if not self.running or self.running[-1].request.priority >= priority:
@@ -172,7 +174,10 @@ class Planner:
         num_rows, num_pages = 1 + num_kept_rows(first), needs.num_to_admit(first)
         if num_rows > needs.num_coming_rows(lower) or num_pages > needs.num_coming(lower):
             return
-        while num_rows > needs.num_coming_rows() or num_pages > needs.num_coming():
+        while (
+            num_rows > needs.num_coming_rows()
+            or num_pages - self.reuse.num_held(first) > needs.num_coming()
+        ):
             self.preempt(lower.pop())
 
     def _admit_waiting(self, step: StepBuilder, now_s: float) -> None:
@@ -183,42 +188,55 @@ class Planner:
             return
         has_others = len(self.running) > 0
         self._is_batch_open = False
-        while sequence := self._find_admissible(step, now_s):
-            num_tokens = step.room_for(sequence.num_owed, self._may_split)
+        while admissible := self._find_admissible(step, now_s):
+            sequence, match = admissible
+            num_tokens = step.room_for(sequence.num_owed - match.num_tokens, self._may_split)
             if not num_tokens:
                 self._is_batch_open = True  # only this step is full: it grows on in the next
                 break
             self._batch_rows += 1 + num_kept_rows(sequence)
-            self._start(sequence, num_tokens, step)
+            self._start(sequence, match, num_tokens, step=step)
             if has_others and not self._is_static:  # a static batch is not joined, it is formed
                 self._metrics.joined_running.inc()
 
-    def _find_admissible(self, step: StepBuilder, now_s: float) -> Sequence | None:
-        """Returns the first in the queue if it can start now; nobody overtakes it."""
+    def _find_admissible(self, step: StepBuilder, now_s: float) -> tuple[Sequence, Match] | None:
+        """Returns the first in the queue if it can start now, and what the cache spares it; nobody
+        overtakes it."""
         sequence = self.waiting.find_first()
         if sequence is None or is_expired(sequence.request, now_s):
             return None
-        if self._is_in_flight(sequence):  # preempted, and its last token is not here yet
+        if self.is_in_flight(sequence):  # preempted, and its last token is not here yet
             step.waits_for = "results"
             return None
         if self.running.num_free_rows < 1 + num_kept_rows(sequence):
             step.waits_for = "rows"
             return None
-        num_pages = self._needs.num_to_admit(sequence) + step.num_promised
-        if num_pages > self._pool.num_free:
+        match = self.reuse.find_affordable(
+            sequence,
+            num_pages=self._needs.num_to_admit(sequence),
+            num_free=self._pool.num_free - step.num_promised,
+        )
+        if match is None:
             step.waits_for = "pages"
             return None
-        return sequence
+        return sequence, match
 
-    def _start(self, sequence: Sequence, num_tokens: int, step: StepBuilder) -> None:
+    def _start(
+        self, sequence: Sequence, match: Match, num_tokens: int, *, step: StepBuilder
+    ) -> None:
         self.waiting.remove(sequence)
         self.running.start(sequence)
-        num_needed = self._pool.pages_for(num_tokens)
+        self.reuse.take(sequence, match)
+        num_needed = self._pool.pages_for(match.num_tokens + num_tokens)
         if self._reserves_all:
             num_held = self._needs.num_to_hold(sequence)
             self._metrics.reserved_pages.inc(num_held - num_needed)
             num_needed = num_held
-        sequence.pages += self._allocate(num_needed)
+        new_pages = self._allocate(num_needed - match.num_pages)
+        sequence.pages += new_pages
+        if match.source is not None:
+            step.copy_page(match.source.page, new_pages[0])
+            self.reuse.release_source(match, step_id=self._next_step)
         step.load_row(sequence)
         self._plan(sequence, num_tokens, step)
         step.num_promised += self._needs.num_promised(sequence)
@@ -302,5 +320,6 @@ class Planner:
         self._metrics.pages_allocated.inc(num_pages)
         return self._pool.allocate(num_pages)
 
-    def _is_in_flight(self, sequence: Sequence) -> bool:
+    def is_in_flight(self, sequence: Sequence) -> bool:
+        """Whether a step that it is in has not been committed yet."""
         return sequence.last_step > self._retired_step

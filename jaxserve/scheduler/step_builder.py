@@ -89,7 +89,7 @@ class StepBuilder:
             row=sequence.row,
             start=start,
             num_tokens=num_tokens,
-            token_ids=_token_ids(sequence, start, end) if end <= num_known else None,
+            token_ids=sequence.token_ids(start, end) if end <= num_known else None,
             samples=samples,
             output_index=len(sequence.output) + sequence.num_in_flight if samples else 0,
             prompt_len=len(request.prompt),
@@ -103,7 +103,8 @@ class StepBuilder:
             else _score(sequence, start, end),
         )
         self._spend(chunk)
-        if start == 0 and not pays_all and not sequence.num_preemptions:
+        is_first = start == request.num_cached and not sequence.num_preemptions
+        if is_first and not pays_all:
             self.num_chunked_prompts += 1
         if start < sequence.num_lost:
             self.num_recomputed += min(end, sequence.num_lost) - start
@@ -115,7 +116,8 @@ class StepBuilder:
         self._copies.append(PageCopy(source=source, target=target))
 
     def load_row(self, sequence: Sequence) -> None:
-        """Plans the filling of the row a sequence has just been given; its pages are in it."""
+        """Plans the filling of the row a sequence has just been given; its pages are in it, and
+        those of what it need not compute are written."""
         assert sequence.row is not None
         request = sequence.request
         is_counted = request.sampling.has_penalties
@@ -124,6 +126,7 @@ class StepBuilder:
                 sequence_id=sequence.id,
                 row=sequence.row,
                 pages=tuple(sequence.pages),
+                num_cached=sequence.num_computed,
                 sampling=request.sampling,
                 seed=request.seed,
                 choice=sequence.choice,
@@ -151,16 +154,6 @@ class StepBuilder:
         self._chunks_left -= 1
         self._chunk_tokens_left -= -(-chunk.num_tokens // self._tile) * self._tile
         self._longer.append(chunk)
-
-
-def _token_ids(sequence: Sequence, start: int, end: int) -> tuple[int, ...]:
-    prompt, output = sequence.request.prompt, sequence.output
-    num_prompt = len(prompt)
-    if end <= num_prompt:
-        return prompt[start:end]
-    if start >= num_prompt:
-        return tuple(output[start - num_prompt : end - num_prompt])
-    return (*prompt[start:], *output[: end - num_prompt])
 
 
 def _fork(sequence: Sequence) -> Fork:

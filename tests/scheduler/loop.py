@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from jaxserve.config import SchedulerSection
+from jaxserve.identity import CacheIdentity
 from jaxserve.metrics import Metrics
 from jaxserve.plan import StepLimits, StepPlan, StepResult, TokenLogprobs, TokenMask
 from jaxserve.request import FinishReason, Request, SamplingParams, Sequence, SequenceState
 from jaxserve.scheduler.page_pool import PagePool
+from jaxserve.scheduler.prefix_cache import PrefixCache
 from jaxserve.scheduler.scheduler import Scheduler, Update
 from tests.fake_logprobs import expected_logprobs, expected_prompt_logprobs
 from tests.fakes import FakeInFlight, FakeRunner, Script, build_mask, expected_output
 
 GREEDY = SamplingParams(temperature=0.0)
+IDENTITY = CacheIdentity(weights="w", tokenizer="t", positions="p", kv_dtype="float32", page_size=4)
 NO_STOPS: dict[int, FinishReason] = {}
 
 Point = Literal["scheduled", "launched", "read", "committed"]
@@ -55,7 +58,11 @@ class Loop:
         reserve: Literal["on_demand", "max_length"] = "on_demand",
         vocab_size: int = 259,
         script: Script | None = None,
+        cache: PrefixCache | None = None,
     ) -> None:
+        """Args:
+        cache: keeps the pages of all requests, under the identity that `add` is given.
+        """
         limits = StepLimits(
             max_rows=rows,
             max_chunk_tokens=chunk_tokens,
@@ -64,7 +71,8 @@ class Loop:
             max_seqs=rows,
         )
         self.metrics = Metrics()
-        self.pool = PagePool(num_pages, page_size)
+        self.cache = cache
+        self.pool = PagePool(num_pages, page_size, cache=cache)
         self.runner = FakeRunner(
             limits=limits,
             num_pages=num_pages,
@@ -121,6 +129,7 @@ class Loop:
         deadline_s: float | None = None,
         queue_deadline_s: float | None = None,
         is_masked: bool = False,
+        identity: CacheIdentity = IDENTITY,
     ) -> Request:
         """Submits a request; an int prompt is that many tokens, different for each request."""
         if isinstance(prompt, int):
@@ -140,6 +149,7 @@ class Loop:
             deadline_s=deadline_s,
             queue_deadline_s=queue_deadline_s,
             is_masked=is_masked,
+            cache_identity=identity if self.cache is not None else None,
         )
         self.scheduler.add(request)
         self.choices[request] = [[] for _ in request.sequences]
