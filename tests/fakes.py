@@ -34,6 +34,7 @@ from jaxserve.text.token_bytes import byte_alphabet
 from jaxserve.text.tokenizer import Tokenizer
 from tests.fake_logprobs import token_logprobs
 
+FLAVOR: Final = 1 << 20  # what a flavor adds to each token that the fake model keeps
 VOCAB_SIZE: Final = 259  # 256 bytes and three special ids
 
 BOS_ID: Final = 256
@@ -95,6 +96,16 @@ def build_mask(token_ids: Iterable[int], vocab_size: int = VOCAB_SIZE) -> TokenM
     return words
 
 
+def flavored(tokens: Sequence[int], flavor: int) -> tuple[int, ...]:
+    """Returns the tokens as a model of that flavor keeps them: other weights, other K/V."""
+    return tuple(token + flavor * FLAVOR for token in tokens)
+
+
+def plain(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Returns the tokens as they were written."""
+    return tuple(token % FLAVOR for token in tokens)
+
+
 def sample_token(
     tokens: Sequence[int],
     params: SamplingParams,
@@ -142,6 +153,7 @@ def expected_output(
     mask_of: MaskOf | None = None,
     vocab_size: int = VOCAB_SIZE,
     script: Script | None = None,
+    flavor: int = 0,
 ) -> list[int]:
     """Returns the first n tokens that a choice alone must get, ends not considered."""
     prompt = tuple(prompt)
@@ -152,7 +164,7 @@ def expected_output(
             output.append(forced)
             continue
         token = sample_token(
-            (*prompt, *output),
+            flavored((*prompt, *output), flavor),
             params,
             seed=seed,
             output_index=index,
@@ -251,9 +263,11 @@ class FakeRunner:
         late_writes: bool = False,
         on_launch: Callable[[StepPlan], None] | None = None,
         on_result: Callable[[StepPlan], None] | None = None,
+        flavor_of: Callable[[int], int] | None = None,
     ) -> None:
         """Args:
         script: forces tokens or not-finite logits.
+        flavor_of: of a sequence's model; its K/V is its own, and no other's.
         late_writes: K/V lands once more when the step retires, as a slow writer's would: a page
           that was given to someone else by then is damaged.
         """
@@ -265,6 +279,7 @@ class FakeRunner:
         self.late_writes = late_writes
         self.on_launch = on_launch
         self.on_result = on_result
+        self.flavor_of = flavor_of
         self.gate = threading.Event()
         self.gate.set()
         self.plans: collections.deque[StepPlan] = collections.deque(maxlen=256)
@@ -317,6 +332,10 @@ class FakeRunner:
             for row in (chunk.row, *(fork.row for fork in chunk.forks)):
                 self._sample(chunk, self._rows[row], tokens, step=step, masks=masks)
         step.has_output = True
+
+    def read_page(self, page: int) -> list[tuple[int, int, int]]:
+        """Returns what a page holds: token, position, and a mark of who wrote it."""
+        return list(self._pool[page])
 
     def retire(self, step: FakeInFlight) -> None:
         """Called by `FakeInFlight.result`."""
@@ -481,9 +500,10 @@ class FakeRunner:
             token_ids = (row.last_token,)
         _require(len(token_ids) == chunk.num_tokens, "as many token ids as tokens")
         _require(all(0 <= t < self.vocab_size for t in token_ids), f"token ids {token_ids}")
+        flavor = self.flavor_of(chunk.sequence_id) if self.flavor_of else 0
         for position, token in enumerate(token_ids, start=chunk.start):
             page, place = row.table[position // self.page_size], position % self.page_size
-            cell = (token, position, row.mark)
+            cell = (token + flavor * FLAVOR, position, row.mark)
             self._pool[page][place] = cell
             step.writes.append((page, place, cell))
         row.marks += [row.mark] * chunk.num_tokens
@@ -494,7 +514,7 @@ class FakeRunner:
         scoring, tokens = chunk.scoring, self._read_back(self._rows[chunk.row])
         positions = range(scoring.first, scoring.first + len(scoring.targets))
         if self.script and "not_finite" in [
-            self.script(tuple(tokens[: p + 1]), -1) for p in positions
+            self.script(plain(tokens[: p + 1]), -1) for p in positions
         ]:
             step.not_finite.add(chunk.sequence_id)
             return
@@ -522,7 +542,7 @@ class FakeRunner:
         _require(prompt_len >= 1, f"output_index {chunk.output_index} of {len(tokens)} tokens")
         token: int | str | None = None
         if self.script:
-            token = self.script(tuple(tokens[:prompt_len]), chunk.output_index)
+            token = self.script(plain(tokens[:prompt_len]), chunk.output_index)
         if token is None:
             token = sample_token(
                 tokens,

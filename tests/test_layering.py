@@ -32,8 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Base modules import each other and nothing of ours besides: never a layer above.
 HOST_ONLY = (
     "cli", "client", "config", "engine", "gen", "identity", "llm", "mechanisms", "metrics", "plan",
-    "request",
-    "scheduler", "server", "speculate", "text",
+    "request", "scheduler", "server", "speculate", "text",
 )  # fmt: skip
 THERE = [
     name

@@ -176,9 +176,8 @@ class PrefixCache:
         assert len(token_ids) == self.page_size, f"{len(token_ids)} tokens are not a full page"
         key = page_key(parent.key, token_ids, digest=self._digest)
         found = self._by_key.get(key)
-        if found is not None:
-            if found.parent is parent and found.token_ids == token_ids:
-                return found
+        if found is not None and found.parent is parent and found.token_ids == token_ids:
+            return found
         if found is not None or page in self._unfit or page in self._by_page:
             self._forget_if_empty(parent)
             return None

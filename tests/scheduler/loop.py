@@ -6,6 +6,8 @@ be told of tokens and prompt is right.
 """
 
 import collections
+import dataclasses
+import itertools
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
@@ -20,7 +22,15 @@ from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.prefix_cache import PrefixCache
 from jaxserve.scheduler.scheduler import Scheduler, Update
 from tests.fake_logprobs import expected_logprobs, expected_prompt_logprobs
-from tests.fakes import FakeInFlight, FakeRunner, Script, build_mask, expected_output
+from tests.fakes import (
+    FLAVOR,
+    FakeInFlight,
+    FakeRunner,
+    Script,
+    build_mask,
+    expected_output,
+    flavored,
+)
 
 GREEDY = SamplingParams(temperature=0.0)
 IDENTITY = CacheIdentity(weights="w", tokenizer="t", positions="p", kv_dtype="float32", page_size=4)
@@ -80,7 +90,9 @@ class Loop:
             vocab_size=vocab_size,
             script=script,
             late_writes=True,
+            flavor_of=lambda sequence_id: self._flavors[sequence_id],
         )
+        self._flavors: dict[int, int] = {}  # by sequence id
         self.scheduler = Scheduler(
             config=SchedulerSection(
                 batching=batching,
@@ -152,6 +164,8 @@ class Loop:
             cache_identity=identity if self.cache is not None else None,
         )
         self.scheduler.add(request)
+        for sequence in request.sequences:
+            self._flavors[sequence.id] = flavor_of(identity)
         self.choices[request] = [[] for _ in request.sequences]
         self.outputs[request] = self.choices[request][0]
         self.live.append(request)
@@ -199,6 +213,7 @@ class Loop:
         """Goes on to the next point of the engine's loop, and checks the books there."""
         point = next(self._points)
         self.scheduler.check()
+        self._check_cache()
         return point
 
     def step(self, on_point: Callable[[Point], None] | None = None) -> None:
@@ -292,6 +307,24 @@ class Loop:
         self._num_uncommitted -= 1
         yield "committed"
 
+    def _check_cache(self) -> None:
+        """What the cache keeps is there, is of its identity, and is only that identity's."""
+        if self.cache is None:
+            return
+        for node in self.cache:
+            first = (node.depth - 1) * self.pool.page_size
+            cells = [cell[:2] for cell in self.runner.read_page(node.page)]
+            tokens = flavored(node.token_ids, flavor_of(node.identity))
+            assert cells == list(zip(tokens, itertools.count(first), strict=False)), (
+                f"page {node.page} is kept for {node.token_ids} from {first} on, but holds {cells}"
+            )
+        holders: dict[int, CacheIdentity | None] = {}
+        for request in self.live:
+            for sequence in request.sequences:
+                for page in sequence.pages:
+                    identity = holders.setdefault(page, request.cache_identity)
+                    assert identity == request.cache_identity, f"page {page} is shared"
+
     def _check_plan(self, plan: StepPlan) -> None:
         if not plan.has_work and not self._in_flight:
             assert not self.scheduler.has_unfinished, f"nothing planned for {self.live}"
@@ -346,6 +379,7 @@ class Loop:
             mask_of=self._mask_of if request.is_masked else None,
             vocab_size=self.vocab_size,
             script=self.script,
+            flavor=self._flavors[sequence.id],
         )
         name = f"{request.id}, choice {sequence.choice}"
         assert output == alone, f"{name} got {output}, alone it gets {alone}"
@@ -369,7 +403,11 @@ class Loop:
         wanted: list[TokenLogprobs] = []
         if num_top is not None:
             wanted = expected_logprobs(
-                request.prompt, output, num_top=num_top, vocab_size=self.vocab_size
+                request.prompt,
+                output,
+                num_top=num_top,
+                vocab_size=self.vocab_size,
+                seen_as=self._flavors[sequence.id] * FLAVOR,
             )
         assert self.logprobs[sequence] == wanted, f"{request.id} was told wrong log-probabilities"
 
@@ -378,12 +416,21 @@ class Loop:
         wanted: list[TokenLogprobs] = []
         if num_top is not None:
             wanted = expected_prompt_logprobs(
-                request.prompt, num_top=num_top, vocab_size=self.vocab_size
+                request.prompt,
+                num_top=num_top,
+                vocab_size=self.vocab_size,
+                seen_as=self._flavors[request.sequences[0].id] * FLAVOR,
             )
         is_whole = self.outputs[request] or outcome is FinishReason.MAX_TOKENS
         if not is_whole:  # it ended before its prompt was computed
             wanted = wanted[: len(told)]
         assert told == wanted, f"{request.id} was told wrong log-probabilities of its prompt"
+
+
+def flavor_of(identity: CacheIdentity) -> int:
+    """Returns the flavor of the model that an identity runs on: all but whose it is."""
+    model = dataclasses.replace(identity, scope="tenant", owner="", salt=None)
+    return 0 if model == IDENTITY else 1 + zlib.crc32(repr(model).encode()) % 1000
 
 
 def _is_waiting(sequence: Sequence) -> bool:

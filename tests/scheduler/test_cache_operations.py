@@ -1,0 +1,122 @@
+"""Random operations with the prefix cache on: the outputs are those of an engine without one (C05).
+
+Prompts are of three symbols and often go on from earlier ones, so that prefixes collide; models,
+tenants and salts change; the digest of the keys is now and then one that collides. After each
+operation every page is in one place, and every page of the cache holds what its key says.
+`JAXSERVE_CACHE_OPERATIONS=1000000` plays so many (nightly).
+"""
+
+import collections
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+
+from jaxserve.identity import CacheIdentity, Digest, sha256
+from jaxserve.scheduler.prefix_cache import PrefixCache
+from tests.scheduler.loop import IDENTITY
+from tests.scheduler.test_random_operations import Round, play_round
+
+NUM_SHARDS: Final = 4
+OPERATIONS_A_ROUND: Final = 500
+OPERATIONS: Final = int(os.environ.get("JAXSERVE_CACHE_OPERATIONS", "50000"))
+IDENTITIES: Final = (
+    *(IDENTITY,) * 9,
+    dataclasses.replace(IDENTITY, weights="other"),
+    dataclasses.replace(IDENTITY, adapter="a"),
+    dataclasses.replace(IDENTITY, adapter="a", adapter_generation=1),
+    dataclasses.replace(IDENTITY, owner="tenant"),
+    dataclasses.replace(IDENTITY, owner="tenant", salt="a"),
+)
+
+
+def one_byte(message: bytes) -> bytes:
+    return sha256(message)[:1]
+
+
+def constant(message: bytes) -> bytes:
+    return b"always the same"
+
+
+class CachedRound(Round):
+    """A round whose requests have much in common."""
+
+    def draw_options(self) -> dict[str, object]:
+        digest: Digest = self.rng.choice((sha256, sha256, sha256, one_byte, constant))
+        cache = PrefixCache(4, digest=digest, attention_tokens=self.rng.choice((8, 8192)))
+        self.num_asked = 0
+        self.num_flushed = 0
+        return super().draw_options() | {"cache": cache, "page_size": 4}
+
+    def draw_prompt(self) -> tuple[int, ...]:
+        rng, known = self.rng, list(self.loop.outputs)[-20:]
+        if known and rng.random() < 0.8:
+            earlier = rng.choice(known)
+            tokens = (*earlier.prompt, *rng.choice(self.loop.choices[earlier]))
+            tokens = tokens[: rng.randrange(1, 31)]
+        else:
+            tokens = tuple(rng.randrange(3) for _ in range(rng.choice((1, 3, 4, 5, 8, 9, 12, 17))))
+        if rng.random() < 0.5:
+            tokens += tuple(rng.randrange(3) for _ in range(rng.randrange(6)))
+        return tokens[:30]
+
+    def draw_identity(self) -> CacheIdentity:
+        return self.rng.choice(IDENTITIES)
+
+    def operations(self) -> dict[Callable[[], None], int]:
+        return super().operations() | {self.flush: 1}
+
+    def flush(self) -> None:
+        owner = self.rng.choice(("", "tenant", None))
+        self.log.append(f"flush {owner!r}")
+        num_pages = self.loop.pool.flush(lambda identity: owner in (None, identity.owner))
+        self.num_flushed += num_pages
+        self.loop.scheduler.check()
+
+
+@pytest.mark.parametrize("shard", range(NUM_SHARDS))
+def test_outputs_are_those_of_an_engine_without_a_cache(shard: int) -> None:
+    ran: collections.Counter[str] = collections.Counter()
+    for index in range(OPERATIONS // NUM_SHARDS // OPERATIONS_A_ROUND):
+        played = play_round(1_000_000 * shard + index, OPERATIONS_A_ROUND, kind=CachedRound)
+        assert isinstance(played, CachedRound)
+        loop = played.loop
+        ran["flushed"] += played.num_flushed
+        for outcome in loop.outcomes.values():
+            ran[str(outcome)] += 1
+        for name in ("preemptions", "forked_choices", "prefix_cache_queries", "prefix_cache_hits",
+                     "prefix_cache_hit_tokens", "prefix_cache_copied_tokens",
+                     "prefix_cache_evictions", "prefix_cache_refusals"):  # fmt: skip
+            ran[name] += int(loop.metrics.value(f"{name}_total"))
+        ran["reused after a preemption"] += int(
+            loop.metrics.value("prefix_cache_reused_tokens_total")
+            - loop.metrics.value("prefix_cache_hit_tokens_total")
+        )
+        ran["cached at the end"] += loop.pool.num_cached
+        assert all(request.num_cached < len(request.prompt) for request in loop.outputs)
+    assert len(+ran) == 18, f"something never happened, the test is weak: {ran}"
+
+
+@pytest.mark.parametrize("name", ["weights", "adapter", "adapter_generation"])
+def test_an_identity_without_one_of_its_fields_gives_wrong_outputs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ForgetfulRound(CachedRound):
+        def submit(self) -> None:
+            super().submit()
+            for request in self.loop.outputs:
+                assert request.cache_identity is not None
+                request.cache_identity = dataclasses.replace(
+                    request.cache_identity, **{name: getattr(IDENTITY, name)}
+                )
+
+    monkeypatch.setattr("tests.scheduler.loop.Loop._check_cache", lambda loop: None)
+    with pytest.raises(AssertionError, match=r"alone it gets|log-probabilities"):
+        play_rounds(ForgetfulRound, range(20))
+
+
+def play_rounds(kind: type[Round], seeds: range) -> None:
+    for seed in seeds:
+        play_round(seed, OPERATIONS_A_ROUND, kind=kind)
