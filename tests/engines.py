@@ -132,7 +132,8 @@ def check_accounts(engine: Engine) -> None:
     submitted = engine.metrics.value("requests_submitted_total")
     assert engine.metrics.total("requests_finished_total") == submitted
     intake = engine._intake
-    assert (intake._num_queued, intake._num_queued_tokens, len(intake.live())) == (0, 0, 0)
+    queue = intake._queue
+    assert (queue.num_requests, queue.num_tokens, len(intake.live())) == (0, 0, 0)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from jaxserve.cli import (
     keys,
     report,
     serve,
+    simulate,
     trace,
     workload,
 )
@@ -63,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     info.add_parser(commands)
     workload.add_parser(commands)
     bench.add_parser(commands)
+    simulate.add_parser(commands)
     report.add_parser(commands)
     trace.add_parser(commands)
     return parser

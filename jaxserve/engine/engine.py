@@ -35,6 +35,7 @@ from jaxserve.plan import Runner, StepPlan
 from jaxserve.request import FinishReason, GenerationRequest, Request, StructuredOutput
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.scheduler import Scheduler, Update
+from jaxserve.scheduler.step_time import StepTimes
 from jaxserve.text.chat_output import find_parsers
 from jaxserve.text.constraints import Constraint, Constraints
 from jaxserve.text.tokenizer import Tokenizer
@@ -120,6 +121,16 @@ class Engine:
     @property
     def state(self) -> EngineState:
         return self._intake.state
+
+    @property
+    def step_times(self) -> StepTimes:
+        """What was found out about steps; the engine thread's, so read it while nothing runs."""
+        return self._scheduler.step_times
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the pool, the padding page among them."""
+        return self._pool.num_pages
 
     def now(self) -> float:
         """Returns the engine's monotonic seconds: what deadlines are measured in."""

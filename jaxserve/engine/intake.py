@@ -6,12 +6,11 @@ from collections.abc import Callable, Collection
 
 from jaxserve.config import LimitsSection
 from jaxserve.engine.live_request import LiveRequest
+from jaxserve.engine.queue_bounds import QueueBounds
 from jaxserve.errors import (
     DuplicateRequestError,
     EngineDeadError,
-    JaxserveError,
     NotServingError,
-    QueueFullError,
 )
 from jaxserve.request import Request
 
@@ -38,17 +37,13 @@ class Intake:
     """
 
     def __init__(self, bounds: LimitsSection) -> None:
-        self._bounds = bounds
         self._changed = threading.Condition()
         self._state = EngineState.STARTING
         self._is_cut = False
         self._live: dict[tuple[str, str], LiveRequest] = {}
         self._new: list[LiveRequest] = []
         self._aborts: list[Request] = []
-        self._num_queued = 0
-        self._num_queued_tokens = 0
-        self._last_end_s: float | None = None
-        self._end_interval_s = 1.0  # smoothed: about how soon a place in the queue opens
+        self._queue = QueueBounds(bounds)
 
     @property
     def state(self) -> EngineState:
@@ -84,9 +79,7 @@ class Intake:
                     f"request_id {request.id!r} is in flight; use another, or wait for its end",
                     field="request_id",
                 )
-            self._check_queue(num_tokens)
-            self._num_queued += 1
-            self._num_queued_tokens += num_tokens
+            self._queue.join(num_tokens)
             self._live[_key(request)] = live
             self._new.append(live)
             on_accept()
@@ -159,38 +152,14 @@ class Intake:
                 return None
             del self._live[_key(request)]
             self._leave_queue(live)
-            if self._last_end_s is not None:
-                self._end_interval_s += 0.2 * (now_s - self._last_end_s - self._end_interval_s)
-            self._last_end_s = now_s
+            self._queue.note_end(now_s)
             self._changed.notify_all()
             return live
 
     def _leave_queue(self, live: LiveRequest) -> None:
         if live.is_queued:
             live.is_queued = False
-            self._num_queued -= 1
-            self._num_queued_tokens -= len(live.request.prompt)
-
-    def _check_queue(self, num_tokens: int) -> None:
-        bounds = self._bounds
-        num_queued_tokens = self._num_queued_tokens + num_tokens
-        if self._num_queued >= bounds.max_waiting_requests:
-            raise self._queue_full(
-                f"{self._num_queued} requests wait, the limit is {bounds.max_waiting_requests}"
-            )
-        # an empty queue takes any prompt: it could never be accepted otherwise
-        if self._num_queued and num_queued_tokens > bounds.max_waiting_tokens:
-            raise self._queue_full(
-                f"{num_queued_tokens} prompt tokens would wait, "
-                f"the limit is {bounds.max_waiting_tokens}"
-            )
-
-    def _queue_full(self, what: str) -> JaxserveError:
-        retry_after_s = min(max(self._end_interval_s, 0.1), 60.0)
-        return QueueFullError(
-            f"the queue is full: {what}; try again in {retry_after_s:.1f} s",
-            retry_after_s=retry_after_s,
-        )
+            self._queue.leave(len(live.request.prompt))
 
 
 def _key(request: Request) -> tuple[str, str]:

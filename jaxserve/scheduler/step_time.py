@@ -23,6 +23,7 @@ PRIOR_STEPS: Final = 16.0  # that the common slope counts in a program's own
 PRIOR_KV: Final = 256.0  # spread of K/V lengths of those steps
 NUM_RATIOS: Final = 256  # last steps of a program whose deviation is remembered
 NUM_QUANTILES: Final = 33
+MAX_NUMBER: Final = 1e18
 REFRESH: Final = 16  # steps after which the common slope is worked out again
 
 
@@ -305,7 +306,8 @@ def _find_problem(facts: object) -> str | None:
         for name in (*_SHAPE, "num_steps", *_FIT):
             if not _is_number(row.get(name)):
                 return f"program {place} has no number {name}"
-        if row["weight"] <= 0 or row["mean_s"] <= 0 or sum(row[name] for name in _SHAPE) < 1:
+        sizes = [row[name] for name in _SHAPE]
+        if min(*sizes, row["kv_kv"]) < 0 or min(max(sizes), row["weight"], row["mean_s"]) <= 0:
             return f"program {place} has a size or a time that is not above 0"
         ratios = row.get("ratios")
         if not isinstance(ratios, list) or not ratios or not all(map(_is_number, ratios)):
@@ -314,5 +316,4 @@ def _find_problem(facts: object) -> str | None:
 
 
 def _is_number(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 <= float(value) < 1e18  # type: ignore[arg-type]
+    return type(value) in (int, float) and abs(value) < MAX_NUMBER  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 
@@ -90,10 +90,17 @@ class BrokenSchedule(Scheduler):
 
 
 class BrokenCommit(Scheduler):
-    def commit(self, plan: StepPlan, result: StepResult, stopped: object = ()) -> list[Update]:
+    def commit(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        stopped: Collection[int] = (),
+        *,
+        now_s: float | None = None,
+    ) -> list[Update]:
         if plan.step_id == 4:
             raise ValueError("commit broke")
-        return super().commit(plan, result, stopped)  # type: ignore[arg-type]  # passed on
+        return super().commit(plan, result, stopped, now_s=now_s)
 
 
 def break_at(where: str) -> Callable[[StepPlan], None]:

@@ -126,6 +126,14 @@ def test_a_damaged_file_is_refused_by_what_is_wrong(
         StepTimes.from_json({**fit(100).as_json(), **change}, source="x.json")
 
 
+def test_a_program_that_became_faster_as_it_read_more_is_written_and_read_too() -> None:
+    times = StepTimes()
+    for kv in range(50):
+        times.observe(SMALL, StepWork(kv, kv), 1.0 - 0.001 * kv)
+    again = StepTimes.from_json(times.as_json(), source="memory")
+    assert again.predict(SMALL, StepWork(9, 9)) == times.predict(SMALL, StepWork(9, 9))
+
+
 def test_the_work_of_a_plan_is_what_its_attention_reads() -> None:
     loop = Loop(chunk_tokens=8)
     loop.add(3, 4)

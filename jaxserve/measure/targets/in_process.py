@@ -66,6 +66,10 @@ class InProcessTarget:
             except JaxserveError as error:
                 raise TargetError(str(error), outcome="failed") from error
 
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
     async def read_metrics(self) -> Snapshot:
         return Snapshot.of_registry(self._engine.metrics.registry)
 
