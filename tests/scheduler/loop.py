@@ -8,9 +8,10 @@ be told of tokens and prompt is right.
 import collections
 import dataclasses
 import itertools
+import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 from jaxserve.config import SchedulerSection
@@ -36,6 +37,8 @@ GREEDY = SamplingParams(temperature=0.0)
 IDENTITY = CacheIdentity(weights="w", tokenizer="t", positions="p", kv_dtype="float32", page_size=4)
 NO_STOPS: dict[int, FinishReason] = {}
 
+Policy = Literal["priority", "fcfs", "edf", "fair"]
+NO_WEIGHTS: Mapping[str, float] = {}
 Point = Literal["scheduled", "launched", "read", "committed"]
 Outcome = FinishReason | Literal["not_finite", "late"]
 
@@ -69,6 +72,9 @@ class Loop:
         vocab_size: int = 259,
         script: Script | None = None,
         cache: PrefixCache | None = None,
+        policy: Policy = "priority",
+        ageing_s: float | None = 60.0,
+        weights: Mapping[str, float] = NO_WEIGHTS,
     ) -> None:
         """Args:
         cache: keeps the pages of all requests, under the identity that `add` is given.
@@ -100,6 +106,8 @@ class Loop:
                 max_seqs=rows,
                 max_chunks=max_chunks,
                 max_step_tokens=step_tokens,
+                policy=policy,
+                ageing_s=ageing_s,
             ),
             reserve=reserve,
             pool=self.pool,
@@ -108,7 +116,10 @@ class Loop:
             overlap_depth=depth,
             metrics=self.metrics,
             page_bytes=1000 * page_size,
+            weight_of=lambda tenant: weights.get(tenant, 1.0),
         )
+        self.policy = policy
+        self.ageing_s = ageing_s
         self.depth = depth
         self.vocab_size = vocab_size
         self.script = script
@@ -141,6 +152,7 @@ class Loop:
         deadline_s: float | None = None,
         queue_deadline_s: float | None = None,
         is_masked: bool = False,
+        tenant: str = "",
         identity: CacheIdentity = IDENTITY,
     ) -> Request:
         """Submits a request; an int prompt is that many tokens, different for each request."""
@@ -161,6 +173,7 @@ class Loop:
             deadline_s=deadline_s,
             queue_deadline_s=queue_deadline_s,
             is_masked=is_masked,
+            tenant=tenant,
             cache_identity=identity if self.cache is not None else None,
         )
         self.scheduler.add(request)
@@ -332,11 +345,27 @@ class Loop:
         sequences = [s for request in self.live for s in request.sequences]
         forks = {fork.sequence_id for chunk in plan.chunks for fork in chunk.forks}
         admitted = {load.sequence_id for load in plan.row_loads} - forks
-        waiting = [(-s.request.priority, s.id) for s in sequences if _is_waiting(s)]
+        waiting = [s for s in sequences if _is_waiting(s)]
         for sequence in sequences:
-            order = (-sequence.request.priority, sequence.id)
-            if sequence.id in admitted:
-                assert all(order < other for other in waiting), f"{sequence.id} overtook another"
+            if sequence.id not in admitted:
+                continue
+            for other in waiting:
+                is_rival = self.policy != "fair" or sequence.request.tenant == other.request.tenant
+                is_in_order = self._order(sequence) < self._order(other)
+                assert is_in_order or not is_rival, f"{sequence.id} overtook {other.id}"
+
+    def _order(self, sequence: Sequence) -> tuple[float, ...]:
+        """Who comes first, in the words of the configuration."""
+        request, age = sequence.request, sequence.id
+        if self.policy == "fcfs":
+            return (age,)
+        if self.policy == "edf":
+            times = (request.deadline_s, request.queue_deadline_s)
+            due_s = min([time_s for time_s in times if time_s is not None] or [math.inf])
+            return (-request.priority, due_s, age)
+        if self.policy == "priority" and self.ageing_s:
+            return (request.arrival_s - self.ageing_s * request.priority, age)
+        return (-request.priority, age)
 
     def _match_stops(self, result: StepResult) -> set[int]:
         return {

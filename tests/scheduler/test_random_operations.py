@@ -43,6 +43,9 @@ def draw_options(rng: random.Random) -> dict[str, object]:
         "step_tokens": rng.choice((10, 10, 7, 3, 1, None)) if chunked else rng.choice((40, None)),
         "num_pages": rng.choice((13, 13, 11)),
         "vocab_size": VOCAB_SIZE,
+        "policy": rng.choice(("priority", "priority", "fcfs", "edf", "fair")),
+        "ageing_s": rng.choice((60.0, 2.0, None)),
+        "weights": {"b": 3.0},
         "script": break_some if rng.random() < 0.3 else None,
     }
 
@@ -117,6 +120,7 @@ class Round:
                 deadline_s=now_s + rng.uniform(0, 6) if rng.random() < 0.3 else None,
                 queue_deadline_s=now_s + rng.uniform(0, 20) if rng.random() < 0.2 else None,
                 is_masked=rng.random() < 0.2,
+                tenant=rng.choice("aaab"),
                 identity=self.draw_identity(),
             )
         except InvalidRequestError:
