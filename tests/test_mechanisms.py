@@ -29,7 +29,7 @@ MAX_MODEL_TOKENS = 40
 # Keys with a choice that take nothing away: a precision, an implementation, a way to fail.
 NOT_MECHANISMS = {
     "model.dtype", "kv.dtype", "runner.attention", "runner.forbid_recompile", "metrics.prefix",
-    "measure.phases", "measure.record_content", "log.format",
+    "measure.phases", "measure.record_content", "log.format", "scheduler.policy",
 }  # fmt: skip
 SPARE = Mechanism(
     name="spare",

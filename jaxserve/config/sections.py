@@ -125,6 +125,23 @@ class SchedulerSection(Section):
         ge=1,
         description="Token budget of a step. Unset: max_seqs + the largest chunk bucket.",
     )
+    policy: Literal["priority", "fcfs", "edf", "fair"] = pydantic.Field(
+        "priority",
+        description="Who comes first: priority: the higher class, then who came first; fcfs: who "
+        "came first, and classes are refused; edf: in a class, whose deadline is first, and what "
+        "cannot meet its own is refused at once; fair: the tenant that has had least, by weight.",
+    )
+    ageing_s: float | None = pydantic.Field(
+        60.0,
+        gt=0,
+        description="With policy priority, seconds of waiting that count as one class. Unset: a "
+        "lower class waits for ever while there is a higher.",
+    )
+    max_preemptions: int = pydantic.Field(
+        3,
+        ge=1,
+        description="Times a sequence gives its pages up; then others do, while there are any.",
+    )
 
 
 def _expand_geometric(sizes: object) -> object:
@@ -368,6 +385,12 @@ class TenantLimits(Section):
     )
     max_priority: int | None = pydantic.Field(
         None, ge=-(1 << 31), le=(1 << 31) - 1, description="Highest priority it may ask for."
+    )
+    weight: float = pydantic.Field(
+        1.0,
+        gt=0,
+        le=1e6,
+        description="With scheduler.policy fair, its share of the machine, by that of others.",
     )
 
 

@@ -34,6 +34,7 @@ from jaxserve.metrics import Metrics
 from jaxserve.plan import Runner, StepPlan
 from jaxserve.request import FinishReason, GenerationRequest, Request, StructuredOutput
 from jaxserve.scheduler.page_pool import PagePool
+from jaxserve.scheduler.policies import check_priority
 from jaxserve.scheduler.scheduler import Scheduler, Update
 from jaxserve.scheduler.step_time import StepTimes
 from jaxserve.text.chat_output import find_parsers
@@ -94,6 +95,7 @@ class Engine:
             overlap_depth=depth,
             metrics=metrics,
             page_bytes=page_bytes,
+            weight_of=self.quotas.weight,
         )
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._listeners: list[Callable[[EngineState], None]] = []
@@ -164,6 +166,7 @@ class Engine:
         """
         try:
             self._intake.check_serving()
+            check_priority(self.config.scheduler, asked.priority)  # before a tenant's ceiling
             asked = self.quotas.allow(asked)
             request = limits.resolve(
                 asked,

@@ -83,6 +83,7 @@ class Simulation:
             max_model_tokens=max_model_tokens,
             overlap_depth=self._depth,
             metrics=metrics,
+            weight_of=lambda tenant: config.tenants.limits_of(tenant).weight,
         )
         self.timeline: list[TimelineSample] = []
         self._queue = QueueBounds(config.limits)

@@ -1,5 +1,6 @@
 """The policy: which sequences a step pays, who is admitted, and who gives pages up."""
 
+from collections.abc import Callable, Collection
 from typing import Literal
 
 from jaxserve.config import SchedulerSection
@@ -10,6 +11,7 @@ from jaxserve.request import Sequence, SequenceState
 from jaxserve.scheduler.deadlines import is_expired
 from jaxserve.scheduler.page_needs import PageNeeds
 from jaxserve.scheduler.page_pool import PagePool
+from jaxserve.scheduler.policies import FairShares, build_order, find_victim
 from jaxserve.scheduler.prefix_reuse import Match, PrefixReuse
 from jaxserve.scheduler.running_set import RunningSet, find_unforked, is_ending, num_kept_rows
 from jaxserve.scheduler.step_builder import StepBuilder
@@ -19,8 +21,8 @@ from jaxserve.scheduler.waiting_queue import WaitingQueue
 class Planner:
     """Moves sequences between the queue and the running set, and plans their tokens.
 
-    Order is by class, then by age (the id); running and waiting use the same, so a preempted
-    sequence keeps its place and two of a class never take turns in preempting each other.
+    Running and waiting have the same order, the policy's, which never changes: a preempted
+    sequence keeps its place, and no two take turns in preempting each other.
 
     A request's first choice computes the prompt. In the step that ends it the others are forked:
     they share its pages and sample beside it. Whoever writes into a shared page copies it first,
@@ -38,10 +40,16 @@ class Planner:
         limits: StepLimits,
         max_model_tokens: int,
         metrics: Metrics,
+        weight_of: Callable[[str], float],
     ) -> None:
         """Raises ConfigError where the step is too small for a prompt."""
-        self.waiting = WaitingQueue()
-        self.running = RunningSet(pool, num_rows=min(config.max_seqs, limits.max_seqs))
+        self._order = build_order(config)
+        self._shares = FairShares(weight_of) if config.policy == "fair" else None
+        self._max_preemptions = config.max_preemptions
+        self.waiting = WaitingQueue(self._order, shares=self._shares)
+        self.running = RunningSet(
+            pool, num_rows=min(config.max_seqs, limits.max_seqs), order=self._order
+        )
         self._is_static = config.batching == "static"
         self._may_split = config.chunked_prefill
         self._reserves_all = reserve == "max_length"
@@ -69,8 +77,8 @@ class Planner:
         step = StepBuilder(
             self._limits, max_tokens=self._max_step_tokens, max_chunks=self._max_chunks
         )
-        self._make_room_for_a_higher_class()
-        self._pay_running(step)
+        self._make_room()
+        self._pay_running(step, now_s)
         # After a preemption pages are short, and admitting would thrash; but if there is nothing
         # else to do, admitting is what goes on.
         if not self._preempted or not (step.num_chunks or self.num_in_flight):
@@ -86,12 +94,12 @@ class Planner:
         self._pool.retire(step_id)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back to the front of its class, to be computed again from its first token."""
+        """Back to its place in the queue, to be computed again from its first token."""
         sequence.num_lost = max(sequence.num_lost, sequence.num_computed)
         sequence.num_preemptions += 1
         self.running.stop(sequence)
         sequence.state = SequenceState.WAITING
-        self.waiting.put_back(sequence)
+        self.waiting.add(sequence)
         self._preempted.append(sequence.id)
         self._metrics.preemptions.inc()
 
@@ -110,26 +118,56 @@ class Planner:
                 "and scheduler.max_step_tokens to it, or turn chunked_prefill on"
             )
 
-    def _pay_running(self, step: StepBuilder) -> None:
-        """Plans running sequences in order; when pages run out, the last in order gives its up."""
+    def _pay_running(self, step: StepBuilder, now_s: float) -> None:
+        """Plans running sequences in order; when pages run out, the cheapest to lose gives its up.
+
+        With shares, prompts come behind all others, and take turns by tenant with what waits.
+        """
         if self._max_step_tokens < self._limits.max_rows + self._limits.max_chunk_tokens:
             step.num_decoding = sum(s.num_owed == 1 and not is_ending(s) for s in self.running)
-        index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
-            index += 1
-            if is_ending(sequence):
+        prompts: list[Sequence] = []
+        for sequence in list(self.running):
+            if sequence.state is not SequenceState.RUNNING or is_ending(sequence):
+                continue  # preempted for one before it, or with nothing left to plan
+            num_owed = sequence.num_owed
+            if num_owed > 1 and self._shares is not None:
+                prompts.append(sequence)
                 continue
-            if sequence.last_step == self._next_step:
-                continue  # forked just now
-            if step.num_decoding and sequence.num_owed == 1:
+            if step.num_decoding and num_owed == 1:
                 step.num_decoding -= 1
-            num_tokens = step.room_for(sequence.num_owed, self._may_split)
-            if num_tokens and (pages := self._take_pages(sequence, num_tokens, step)) is not None:
-                self._plan(sequence, num_tokens, step, new_pages=pages)
-            if sequence.state is SequenceState.RUNNING:  # it may have preempted itself
-                step.num_promised += self._needs.num_promised(sequence)
+            self._pay(sequence, step)
         step.num_decoding = 0  # those that were preempted before their turn
+        if prompts:
+            self._pay_prompts(prompts, step, now_s)
+
+    def _pay(self, sequence: Sequence, step: StepBuilder) -> None:
+        """Plans what the step has room for of a running sequence's tokens."""
+        num_tokens = step.room_for(sequence.num_owed, self._may_split)
+        if num_tokens and (pages := self._take_pages(sequence, num_tokens, step)) is not None:
+            self._plan(sequence, num_tokens, step, new_pages=pages)
+        if sequence.state is SequenceState.RUNNING:  # it may have preempted itself
+            step.num_promised += self._needs.num_promised(sequence)
+
+    def _pay_prompts(self, prompts: list[Sequence], step: StepBuilder, now_s: float) -> None:
+        """Plans running prompts, whose tenant was given least first; one that waits comes before
+        them where its tenant was given less, so that nobody's prompts fill the steps."""
+        assert self._shares is not None
+        level = self._shares.level
+        prompts = [s for s in prompts if s.state is SequenceState.RUNNING]
+        promised = {s: self._needs.num_promised(s) for s in prompts}
+        step.num_promised += sum(promised.values())
+        least = min((level(s.request.tenant) for s in prompts), default=0.0)
+        if not self._preempted and not self._is_static:
+            while first := self.waiting.find_first():
+                if level(first.request.tenant) >= least or not self._admit_first(step, now_s):
+                    break
+                self._metrics.joined_running.inc()
+        for sequence in sorted(prompts, key=lambda s: (level(s.request.tenant), s.id)):
+            if sequence.state is not SequenceState.RUNNING:
+                step.num_promised -= promised[sequence]
+                continue
+            step.num_promised -= promised[sequence]
+            self._pay(sequence, step)
 
     def _take_pages(
         self, sequence: Sequence, num_tokens: int, step: StepBuilder
@@ -145,7 +183,7 @@ class Planner:
         if step.pages_are_short:
             return None
         while num_needed > self._pool.num_free and num_needed > self._needs.num_coming():
-            victim = self.running.get_victim()
+            victim = self._find_victim()
             self.preempt(victim)
             if victim is sequence:
                 return None
@@ -158,27 +196,98 @@ class Planner:
             self._metrics.grown_pages.inc(num_needed)
         return tuple(self._allocate(num_needed))
 
-    def _make_room_for_a_higher_class(self) -> None:
-        """Preempts lower classes for the first in the queue, if that is enough to admit it.
+    def _find_victim(self) -> Sequence:
+        """Returns whom to preempt for want of pages: nobody that this step has planned already, so
+        that the first in order always goes on, and with shares one of the tenant given most."""
+        running = [s for s in self.running if s.last_step != self._next_step and not is_ending(s)]
+        if self._shares is not None:
+            level = self._shares.level
+            most = max(level(s.request.tenant) for s in running)
+            running = [s for s in running if level(s.request.tenant) == most]
+        victim = find_victim(running, self._order, max_preemptions=self._max_preemptions)
+        assert victim is not None, "nobody runs"
+        return victim
 
-        Strictly lower: two of one class never take each other's place.
+    def _make_room(self) -> None:
+        """Preempts others for the first in the queue, if that is enough to admit it.
+
+        Only those that come strictly after it: no two ever take each other's place. Nobody is
+        preempted for this more often than the bound.
         """
         first = self.waiting.find_first()
-        if first is None or self._is_static or self.is_in_flight(first):
+        if first is None or not self.running or self._is_static or self.is_in_flight(first):
             return
-        priority = first.request.priority
-        if not self.running or self.running[-1].request.priority >= priority:
+        if self._shares is None and self._order(self.running[-1]) < self._order(first):
             return
-        lower = [s for s in self.running if s.request.priority < priority and not is_ending(s)]
+        if not self._lacks_room(first, ()):
+            return
+        preempted: list[Sequence] = []
+        while self._lacks_room(first, preempted):
+            lower = self._find_lower(first, preempted)
+            victim = find_victim(lower, self._order, max_preemptions=self._max_preemptions)
+            if victim is None:
+                return
+            preempted.append(victim)
+        for victim in preempted:
+            self.preempt(victim)
+
+    def _lacks_room(self, first: Sequence, preempted: Collection[Sequence]) -> bool:
+        """Whether one that waits could not start even without those, once all in flight retired."""
         needs = self._needs
-        num_rows, num_pages = 1 + num_kept_rows(first), needs.num_to_admit(first)
-        if num_rows > needs.num_coming_rows(lower) or num_pages > needs.num_coming(lower):
-            return
-        while (
-            num_rows > needs.num_coming_rows()
-            or num_pages - self.reuse.num_held(first) > needs.num_coming()
-        ):
-            self.preempt(lower.pop())
+        if 1 + num_kept_rows(first) > needs.num_coming_rows(preempted):
+            return True
+        num_pages = needs.num_to_admit(first) - self.reuse.num_held(first)
+        return num_pages > needs.num_coming(preempted)
+
+    def _find_lower(self, first: Sequence, preempted: Collection[Sequence]) -> list[Sequence]:
+        """Returns who runs and may be preempted for one that waits: of a lower class, with shares
+        of its own tenant; or of a tenant that has more of the machine, and would have after."""
+        order, priority, tenant = self._order(first), first.request.priority, first.request.tenant
+        others = [
+            s
+            for s in self.running
+            if s not in preempted and s.num_preemptions < self._max_preemptions and not is_ending(s)
+        ]
+        lower = [s for s in others if s.request.priority < priority and self._order(s) > order]
+        if self._shares is None:
+            return lower
+        lower = [s for s in lower if s.request.tenant == tenant]
+        return lower or self._find_richer(tenant, first, preempted, others=others)
+
+    def _find_richer(
+        self,
+        tenant: str,
+        first: Sequence,
+        preempted: Collection[Sequence],
+        *,
+        others: list[Sequence],
+    ) -> list[Sequence]:
+        """Returns those of `others` that are of the tenant with most of rows or pages, by weight,
+        if it has no less than this one after giving up one of them."""
+        assert self._shares is not None
+        page = 1 / self._pool.num_usable
+        has: dict[str, float] = {}
+        for sequence in self.running:
+            part = 0.0 if sequence in preempted else self._part_of(len(sequence.pages) * page)
+            name = sequence.request.tenant
+            has[name] = has.get(name, 0.0) + part
+        mine = has.get(tenant, 0.0) + self._part_of(self._needs.num_to_admit(first) * page)
+        weight = self._shares.weight
+        names = {s.request.tenant for s in others} - {tenant}
+        if not names:
+            return []
+        richest = max(names, key=lambda name: (has[name] / weight(name), name))
+        return [
+            s
+            for s in others
+            if s.request.tenant == richest
+            and (has[richest] - self._part_of(len(s.pages) * page)) / weight(richest)
+            >= mine / weight(tenant)
+        ]
+
+    def _part_of(self, pages: float) -> float:
+        """Returns what a sequence has of the machine: of its rows, or of its pages if more."""
+        return max(1 / self.running.num_rows, pages)
 
     def _admit_waiting(self, step: StepBuilder, now_s: float) -> None:
         """Starts waiting sequences in order, up to the first that cannot start now."""
@@ -188,16 +297,23 @@ class Planner:
             return
         has_others = len(self.running) > 0
         self._is_batch_open = False
-        while admissible := self._find_admissible(step, now_s):
-            sequence, match = admissible
-            num_tokens = step.room_for(sequence.num_owed - match.num_tokens, self._may_split)
-            if not num_tokens:
-                self._is_batch_open = True  # only this step is full: it grows on in the next
-                break
-            self._batch_rows += 1 + num_kept_rows(sequence)
-            self._start(sequence, match, num_tokens, step=step)
+        while self._admit_first(step, now_s):
             if has_others and not self._is_static:  # a static batch is not joined, it is formed
                 self._metrics.joined_running.inc()
+
+    def _admit_first(self, step: StepBuilder, now_s: float) -> bool:
+        """Starts the first in the queue, if it can start now; returns whether it did."""
+        admissible = self._find_admissible(step, now_s)
+        if admissible is None:
+            return False
+        sequence, match = admissible
+        num_tokens = step.room_for(sequence.num_owed - match.num_tokens, self._may_split)
+        if not num_tokens:
+            self._is_batch_open = True  # only this step is full: it grows on in the next
+            return False
+        self._batch_rows += 1 + num_kept_rows(sequence)
+        self._start(sequence, match, num_tokens, step=step)
+        return True
 
     def _find_admissible(self, step: StepBuilder, now_s: float) -> tuple[Sequence, Match] | None:
         """Returns the first in the queue if it can start now, and what the cache spares it; nobody
@@ -250,6 +366,10 @@ class Planner:
         new_pages: tuple[int, ...] = (),
     ) -> None:
         """Plans a sequence's next tokens, with the pages they need."""
+        if self._shares is not None:  # what was lost to a preemption is not charged again
+            end = sequence.num_computed + num_tokens
+            num_new = end - min(end, max(sequence.num_computed, sequence.num_lost))
+            self._shares.charge(sequence.request.tenant, num_new)
         num_before = len(sequence.pages)
         if new_pages and self._needs.writes_shared(sequence):
             num_before = sequence.num_computed // self._pool.page_size

@@ -5,16 +5,18 @@ from collections.abc import Iterator
 
 from jaxserve.request import Sequence, SequenceState
 from jaxserve.scheduler.page_pool import PagePool
+from jaxserve.scheduler.policies import OrderOf
 
 
 class RunningSet:
-    """Class by class, oldest first. Who is in it has a row; leaving it gives row and pages up.
+    """In the policy's order. Who is in it has a row; leaving it gives row and pages up.
 
     Rows are kept for the choices that will be forked from who is in it.
     """
 
-    def __init__(self, pool: PagePool, *, num_rows: int) -> None:
+    def __init__(self, pool: PagePool, *, num_rows: int, order: OrderOf) -> None:
         self.num_rows = num_rows
+        self._order = order
         self._pool = pool
         self._sequences: list[Sequence] = []
         self._free_rows = list(range(num_rows - 1, -1, -1))
@@ -38,7 +40,7 @@ class RunningSet:
     def start(self, sequence: Sequence) -> None:
         sequence.row = self._free_rows.pop()
         sequence.state = SequenceState.RUNNING
-        bisect.insort(self._sequences, sequence, key=_order)
+        bisect.insort(self._sequences, sequence, key=self._order)
 
     def stop(self, sequence: Sequence) -> None:
         """Takes row and pages back; a step in flight may still use them, and keeps its pages."""
@@ -49,10 +51,6 @@ class RunningSet:
         self._pool.release(reversed(sequence.pages), last_step=sequence.last_step)
         sequence.pages.clear()
         sequence.num_computed = 0
-
-    def get_victim(self) -> Sequence:
-        """Returns the youngest of the lowest class that will not leave by itself."""
-        return next(s for s in reversed(self._sequences) if not is_ending(s))
 
     def find_ending(self) -> list[Sequence]:
         """Returns those whose rows and pages come free with the steps in flight."""
@@ -66,7 +64,9 @@ class RunningSet:
         assert None not in rows, f"running without a row: {rows}"
         num_kept = sum(num_kept_rows(sequence) for sequence in self._sequences)
         assert num_kept <= len(self._free_rows), "rows that are kept for forks were given away"
-        assert self._sequences == sorted(self._sequences, key=_order), "running is out of order"
+        assert self._sequences == sorted(self._sequences, key=self._order), (
+            "running is out of order"
+        )
 
 
 def is_ending(sequence: Sequence) -> bool:
@@ -90,7 +90,3 @@ def num_kept_rows(sequence: Sequence) -> int:
     if len(sequence.request.sequences) == 1:
         return 0
     return len(find_unforked(sequence)) if sequence.request.max_tokens else 0
-
-
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return -sequence.request.priority, sequence.id

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal
 
 from jaxserve.config import SchedulerSection
@@ -39,6 +39,10 @@ class Update:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+def _weigh_alike(tenant: str) -> float:
+    return 1.0
+
+
 class Scheduler:
     """Pays owed tokens: a sequence owes what it has but has not computed, and a step pays some.
 
@@ -62,11 +66,13 @@ class Scheduler:
         metrics: Metrics,
         page_bytes: int = 0,
         step_times: StepTimes | None = None,
+        weight_of: Callable[[str], float] = _weigh_alike,
     ) -> None:
         """Args:
           overlap_depth: launched steps that may wait for their commit; 1 is no overlap.
           page_bytes: size of a page over all layers, for the gauges.
           step_times: what is known of them already.
+          weight_of: a tenant's share by that of others; asked again each time.
 
         Raises:
           ConfigError: a step is too small for a prompt.
@@ -78,6 +84,7 @@ class Scheduler:
             limits=limits,
             max_model_tokens=max_model_tokens,
             metrics=metrics,
+            weight_of=weight_of,
         )
         self._waiting = self._planner.waiting
         self._running = self._planner.running
@@ -166,7 +173,7 @@ class Scheduler:
             self._live[sequence.id] = sequence
             self._owners[sequence.id] = request
         self._num_live_requests += 1
-        self._waiting.append(request.sequences[0])
+        self._waiting.add(request.sequences[0])
         self._deadlines.add(request)
 
     def expired(self, now_s: float) -> list[Request]:
@@ -201,7 +208,7 @@ class Scheduler:
         if unforked:  # the next choice computes the prompt
             unforked[0].state = SequenceState.WAITING
             unforked[0].last_step = sequence.last_step  # scores may be in flight
-            self._waiting.put_back(unforked[0])
+            self._waiting.add(unforked[0])
         if is_ended(sequence.request):
             for ended in sequence.request.sequences:
                 del self._owners[ended.id]
