@@ -15,6 +15,7 @@ from jaxserve.engine.live_choice import LiveChoice, find_stopped
 from jaxserve.engine.live_request import Outcome, build_live_request, late_outcome, note_step
 from jaxserve.engine.masks import fill_masks
 from jaxserve.engine.pipeline import Pipeline
+from jaxserve.engine.queue_bounds import build_unreachable
 from jaxserve.engine.quotas import Quotas
 from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.engine.served_model import ServedModel
@@ -306,6 +307,8 @@ class Engine:
     def _end_expired(self, now_s: float) -> None:
         for request in self._scheduler.expired(now_s):
             self._finish(request, late_outcome(request, now_s))
+        for request, late_s in self._scheduler.unreachable(now_s):
+            self._finish(request, build_unreachable(request, late_s))
 
     def _start_new(self, plan: StepPlan) -> None:
         for load in plan.row_loads:

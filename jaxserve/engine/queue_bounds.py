@@ -1,7 +1,8 @@
 """How many requests may wait for their first step, and what one more is told."""
 
 from jaxserve.config import LimitsSection
-from jaxserve.errors import QueueFullError
+from jaxserve.errors import DeadlineUnreachableError, QueueFullError
+from jaxserve.request import Request
 
 
 class QueueBounds:
@@ -59,3 +60,15 @@ class QueueBounds:
             f"the queue is full: {what}; try again in {retry_after_s:.1f} s",
             retry_after_s=retry_after_s,
         )
+
+
+def build_unreachable(request: Request, late_s: float) -> DeadlineUnreachableError:
+    """Returns what a request ends with that would miss what is due of it by so many seconds."""
+    retry_after_s = min(max(late_s, 0.1), 60.0)
+    field = "queue_timeout" if request.deadline_s is None else "deadline"
+    return DeadlineUnreachableError(
+        f"by the times of steps this request would miss its {field} by {late_s:.2f} s; allow more "
+        f"time, or try again in {retry_after_s:.1f} s",
+        field=field,
+        retry_after_s=retry_after_s,
+    )

@@ -12,7 +12,7 @@ from jaxserve.config import Config
 from jaxserve.engine.engine import OVERLAP_DEPTH
 from jaxserve.engine.limits import merge_sampling
 from jaxserve.engine.live_request import late_outcome
-from jaxserve.engine.queue_bounds import QueueBounds
+from jaxserve.engine.queue_bounds import QueueBounds, build_unreachable
 from jaxserve.errors import RequestError, WorkloadError
 from jaxserve.measure.records import Arrival, Outcome, RequestRecord, ServerPhases
 from jaxserve.measure.replay import TimelineSample
@@ -197,6 +197,9 @@ class Simulation:
         now_s = self._now_s
         for request in self.scheduler.expired(now_s):
             self._end(self._live[request], late_outcome(request, now_s), end_s=now_s)
+        for request, late_s in self.scheduler.unreachable(now_s):
+            error = str(build_unreachable(request, late_s))
+            self._record(self._live[request], "refused", end_s=now_s, error=error)
         plan = self.scheduler.schedule(now_s)
         for load in plan.row_loads:
             self._start(self._by_sequence[load.sequence_id])

@@ -40,7 +40,10 @@ _SUFFIXES: Final = {
     "info": ("_info",),
 }
 # Errors that only end a request after it was accepted; all others refuse it.
-_LATE_ERRORS: Final = (errors.SlowReaderError, errors.DeadlineError, errors.NumericsError)
+_LATE_ERRORS: Final = (
+    errors.SlowReaderError, errors.DeadlineUnreachableError, errors.DeadlineError,
+    errors.NumericsError,
+)  # fmt: skip
 # And of those the ones that end it too: a grammar can turn out to be too complex on the way.
 _GRAMMAR_ERRORS: Final = (errors.BadGrammarError, errors.QueueFullError)
 AUTH_FAILURES: Final = ("missing", "unknown", "expired")

@@ -10,6 +10,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.metrics import Metrics
 from jaxserve.plan import Chunk, StepLimits, StepPlan, StepResult, TokenLogprobs
 from jaxserve.request import FinishReason, Request, Sequence, SequenceState
+from jaxserve.scheduler.admission import Admission
 from jaxserve.scheduler.deadlines import Deadlines, is_ended
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.planner import Planner
@@ -96,6 +97,10 @@ class Scheduler:
         self._metrics = metrics
         self._page_bytes = page_bytes
         self.step_times = step_times or StepTimes()
+        self._admission = (
+            Admission(self.step_times, self._running, limits) if config.policy == "edf" else None
+        )
+        self._new: list[Request] = []  # with edf: whose deadlines nobody has looked at
         self._planned_s: dict[int, float] = {}  # of steps in flight
         self._read_s = -math.inf  # when the last result was
         self._deadlines = Deadlines()
@@ -175,6 +180,8 @@ class Scheduler:
         self._num_live_requests += 1
         self._waiting.add(request.sequences[0])
         self._deadlines.add(request)
+        if self._admission is not None:
+            self._new.append(request)
 
     def expired(self, now_s: float) -> list[Request]:
         """Returns, once, the requests that are late; the engine finishes each of them.
@@ -182,6 +189,31 @@ class Scheduler:
         To be called with the same time before `schedule`, which admits nobody who is late.
         """
         return self._deadlines.pop_expired(now_s)
+
+    def unreachable(self, now_s: float) -> list[tuple[Request, float]]:
+        """Returns, once, the requests that cannot meet what is due of them, and by how many seconds
+        they would miss it; the engine finishes each of them before `schedule`. With policy edf: each
+        new one is looked at, and who is to start next, while no token of it was computed.
+        """
+        if self._admission is None:
+            return []
+        found: list[tuple[Request, float]] = []
+        new, self._new = self._new, []
+        for request in new:
+            first = request.sequences[0]
+            if first.state is not SequenceState.WAITING:
+                continue
+            ahead = self._waiting.find_before(first)
+            if late_s := self._admission.late_by_s(request, ahead, now_s):
+                found.append((request, late_s))
+                self.finish(request)
+        while (next_up := self._waiting.find_first()) and not next_up.last_step:
+            late_s = self._admission.late_by_s(next_up.request, (), now_s)
+            if not late_s:
+                break
+            found.append((next_up.request, late_s))
+            self.finish(next_up.request)
+        return found
 
     def finish(self, request: Request) -> None:
         """Ends what is left of a request, in any state, and takes back its rows and pages. Twice is
@@ -319,6 +351,8 @@ class Scheduler:
         """Takes in how long a step took, unless it waited for something beside the device."""
         if plan.needs_masks or result.compile_s or seconds <= 0:
             return
+        if self._admission is not None:
+            self._admission.note_step(seconds)
         error = self.step_times.observe(result.bucket, measure_work(plan), seconds)
         if error is not None:
             self._metrics.step_time_error.observe(error)
@@ -342,6 +376,8 @@ class Scheduler:
             finish = FinishReason.CONTEXT_LENGTH if by_context else FinishReason.MAX_TOKENS
         if finish:
             self._ended.add(sequence.id)
+            if self._admission is not None:
+                self._admission.note_end(sequence)
         return Update(
             sequence=sequence,
             token_id=token_id,

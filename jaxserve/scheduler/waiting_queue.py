@@ -35,6 +35,11 @@ class WaitingQueue:
         tenant = min(self._counts, key=lambda name: (level(name), self._first_of(name).id))
         return self._first_of(tenant)
 
+    def find_before(self, sequence: Sequence) -> list[Sequence]:
+        """Returns who comes before one that waits, in order; it looks at all that wait."""
+        order, mine = self._order, self._order(sequence)
+        return sorted((s for s in self._members.values() if order(s) < mine), key=order)
+
     def add(self, sequence: Sequence) -> None:
         tenant = self._heap_of(sequence)
         if tenant not in self._counts:

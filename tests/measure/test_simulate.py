@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -280,3 +281,37 @@ def test_time_never_runs_backwards() -> None:
         times = times_of(record)
         assert times == sorted(times)
         assert record.intended_s <= times[0] <= times[-1] <= record.end_s < math.inf
+
+
+def replay_overload(policy: str, *, rate: float, seed: int = 1) -> float:
+    """Returns the goodput of requests of 4 + 6 tokens, for a machine that does a fifth a second.
+
+    A first token is due within 12 s, and six tokens take 6 s more at least.
+    """
+    rng, at_s, asks = random.Random(seed), 0.0, []
+    for index in range(200):
+        at_s += rng.expovariate(rate)
+        asks.append(ask(index, at_s, 4, 6, deadline_s=40.0))
+    limits = CONFIG.limits.model_copy(update={"queue_timeout_s": 12.0})
+    scheduler = CONFIG.scheduler.model_copy(update={"policy": policy})
+    config = CONFIG.model_copy(update={"limits": limits, "scheduler": scheduler})
+    records, _ = simulate(asks, config=config)
+    good = [r for r in records.values() if r.outcome == "ok" and _ttft_s(r) <= 12.0]
+    return 6 * len(good) / max(record.end_s for record in records.values())
+
+
+def _ttft_s(record: RequestRecord) -> float:
+    return record.arrivals[0].time_s - record.intended_s
+
+
+def test_edf_keeps_its_goodput_at_three_times_what_the_machine_can_do() -> None:
+    """What fcfs runs at three times the load has waited until its first token is late."""
+    rates = (0.1, 0.2, 0.6)
+    goodput = {
+        (policy, rate): replay_overload(policy, rate=rate)
+        for policy in ("fcfs", "edf")
+        for rate in rates
+    }
+    best = max(goodput.values())
+    assert goodput["edf", 0.6] >= 0.9 * best
+    assert goodput["fcfs", 0.6] < 0.6 * best

@@ -40,7 +40,7 @@ NO_STOPS: dict[int, FinishReason] = {}
 Policy = Literal["priority", "fcfs", "edf", "fair"]
 NO_WEIGHTS: Mapping[str, float] = {}
 Point = Literal["scheduled", "launched", "read", "committed"]
-Outcome = FinishReason | Literal["not_finite", "late"]
+Outcome = FinishReason | Literal["not_finite", "late", "unreachable"]
 
 
 class Loop:
@@ -222,6 +222,13 @@ class Loop:
                 self.finish(request, FinishReason.DEADLINE)
         return expired
 
+    def refuse(self) -> None:
+        """Ends what cannot meet its deadline, as the engine does next."""
+        for request, late_s in self.scheduler.unreachable(self.now_s):
+            assert late_s > 0
+            assert not any(sequence.last_step for sequence in request.sequences)
+            self.finish(request, "unreachable")
+
     def advance(self) -> Point:
         """Goes on to the next point of the engine's loop, and checks the books there."""
         point = next(self._points)
@@ -292,6 +299,7 @@ class Loop:
     def _run(self) -> Iterator[Point]:
         while True:
             self.expire()
+            self.refuse()
             plan = self.scheduler.schedule(self.now_s)
             self._check_plan(plan)
             self._has_work = plan.has_work

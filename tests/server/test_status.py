@@ -74,6 +74,7 @@ def test_reasons_are_api() -> None:
         "NoChatTemplateError": "NO_CHAT_TEMPLATE",
         "QueueFullError": "QUEUE_FULL",
         "SlowReaderError": "SLOW_READER",
+        "DeadlineUnreachableError": "DEADLINE_UNREACHABLE",
         "DeadlineError": "DEADLINE",
         "RequestCancelledError": "CANCELLED",
         "NumericsError": "NUMERICS",

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 from jaxserve.engine import Delta, Engine, Event, Finished, Stream
 from jaxserve.engine.limits import merge_sampling
-from jaxserve.errors import DeadlineError, JaxserveError
+from jaxserve.errors import DeadlineError, DeadlineUnreachableError, JaxserveError
 from jaxserve.measure.server_metrics import Snapshot
 from jaxserve.measure.targets.base import (
     Ask,
@@ -63,6 +63,8 @@ class InProcessTarget:
                                 yield read_end(event, by="engine")
             except DeadlineError as error:
                 raise TargetError(str(error), outcome="timed_out") from error
+            except DeadlineUnreachableError as error:
+                raise TargetError(str(error), outcome="refused") from error
             except JaxserveError as error:
                 raise TargetError(str(error), outcome="failed") from error
 
