@@ -125,6 +125,13 @@ class SchedulerSection(Section):
         ge=1,
         description="Token budget of a step. Unset: max_seqs + the largest chunk bucket.",
     )
+    target_itl_s: float | None = pydantic.Field(
+        None,
+        gt=0,
+        description="Time between a sequence's tokens to keep to: a step takes as many prompt "
+        "tokens beside decoding rows as the step times allow. Needs chunked_prefill. Unset: all "
+        "that fit.",
+    )
     policy: Literal["priority", "fcfs", "edf", "fair"] = pydantic.Field(
         "priority",
         description="Who comes first: priority: the higher class, then who came first; fcfs: who "
@@ -142,6 +149,14 @@ class SchedulerSection(Section):
         ge=1,
         description="Times a sequence gives its pages up; then others do, while there are any.",
     )
+
+    @pydantic.model_validator(mode="after")
+    def _check_target(self) -> Self:
+        if self.target_itl_s is not None and not self.chunked_prefill:
+            raise ValueError(
+                "target_itl_s needs chunked_prefill = true: it cuts prompts; or leave it unset"
+            )
+        return self
 
 
 def _expand_geometric(sizes: object) -> object:

@@ -199,6 +199,9 @@ class Metrics:
         self.preemptions = self._counter("preemptions", "Sequences that gave pages and row back.")
         self.recomputed_tokens = self._counter("recomputed_tokens", "Tokens computed again for it.")
         self.chunked_prompts = self._counter("chunked_prompts", "Prompts split over several steps.")
+        self.limited_chunk_steps = self._counter(
+            "limited_chunk_steps", "Steps whose prompt tokens the target between tokens limited."
+        )
         self.mixed_steps = self._counter("mixed_steps", "Steps with chunks and one-token rows.")
         self.joined_running = self._counter(
             "joined_running", "Sequences admitted while others were running."

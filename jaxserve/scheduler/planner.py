@@ -8,6 +8,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.metrics import Metrics
 from jaxserve.plan import StepLimits, StepPlan
 from jaxserve.request import Sequence, SequenceState
+from jaxserve.scheduler.chunk_size import ChunkSize
 from jaxserve.scheduler.deadlines import is_expired
 from jaxserve.scheduler.page_needs import PageNeeds
 from jaxserve.scheduler.page_pool import PagePool
@@ -15,6 +16,7 @@ from jaxserve.scheduler.policies import FairShares, build_order, find_victim
 from jaxserve.scheduler.prefix_reuse import Match, PrefixReuse
 from jaxserve.scheduler.running_set import RunningSet, find_unforked, is_ending, num_kept_rows
 from jaxserve.scheduler.step_builder import StepBuilder
+from jaxserve.scheduler.step_time import StepTimes
 from jaxserve.scheduler.waiting_queue import WaitingQueue
 
 
@@ -41,6 +43,7 @@ class Planner:
         max_model_tokens: int,
         metrics: Metrics,
         weight_of: Callable[[str], float],
+        step_times: StepTimes,
     ) -> None:
         """Raises ConfigError where the step is too small for a prompt."""
         self._order = build_order(config)
@@ -61,6 +64,9 @@ class Planner:
         self._max_chunks = min(config.max_chunks, limits.max_chunks)
         self._max_step_tokens = config.max_step_tokens or limits.max_rows + limits.max_chunk_tokens
         self._check_step(max_model_tokens)
+        self._chunk_size = (
+            ChunkSize(config.target_itl_s, step_times, limits) if config.target_itl_s else None
+        )
         self._next_step = 1
         self._retired_step = 0
         self._preempted: list[int] = []  # since the last plan
@@ -75,7 +81,10 @@ class Planner:
     def plan(self, now_s: float) -> StepPlan:
         """Returns the next step's work; without work where there is none, or it must wait."""
         step = StepBuilder(
-            self._limits, max_tokens=self._max_step_tokens, max_chunks=self._max_chunks
+            self._limits,
+            max_tokens=self._max_step_tokens,
+            max_chunks=self._max_chunks,
+            max_chunk_tokens=self._find_chunk_size(),
         )
         self._make_room()
         self._pay_running(step, now_s)
@@ -86,6 +95,15 @@ class Planner:
         else:
             step.waits_for = "pages"
         return self._finish_plan(step)
+
+    def _find_chunk_size(self) -> int | None:
+        """Returns the prompt tokens that the target leaves; None where there is none."""
+        if self._chunk_size is None:
+            return None
+        found = self._chunk_size.find(self.running)
+        if found < self._limits.max_chunk_tokens:
+            self._metrics.limited_chunk_steps.inc()
+        return found
 
     def retire(self, step_id: int) -> None:
         """The step's result is on the host: nothing of it is written any more."""

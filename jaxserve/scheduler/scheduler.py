@@ -78,6 +78,7 @@ class Scheduler:
         Raises:
           ConfigError: a step is too small for a prompt.
         """
+        self.step_times = step_times or StepTimes()
         self._planner = Planner(
             config=config,
             reserve=reserve,
@@ -86,6 +87,7 @@ class Scheduler:
             max_model_tokens=max_model_tokens,
             metrics=metrics,
             weight_of=weight_of,
+            step_times=self.step_times,
         )
         self._waiting = self._planner.waiting
         self._running = self._planner.running
@@ -96,7 +98,6 @@ class Scheduler:
         self._overlap_depth = overlap_depth
         self._metrics = metrics
         self._page_bytes = page_bytes
-        self.step_times = step_times or StepTimes()
         self._admission = (
             Admission(self.step_times, self._running, limits) if config.policy == "edf" else None
         )
@@ -192,7 +193,7 @@ class Scheduler:
 
     def unreachable(self, now_s: float) -> list[tuple[Request, float]]:
         """Returns, once, the requests that cannot meet what is due of them, and by how many seconds
-        they would miss it; the engine finishes each of them before `schedule`. With policy edf: each
+        they would miss it; the engine finishes each of them before `schedule`. With policy edf each
         new one is looked at, and who is to start next, while no token of it was computed.
         """
         if self._admission is None:

@@ -20,7 +20,17 @@ class StepBuilder:
       num_promised: pages that the running prompts will still need.
     """
 
-    def __init__(self, limits: StepLimits, *, max_tokens: int, max_chunks: int) -> None:
+    def __init__(
+        self,
+        limits: StepLimits,
+        *,
+        max_tokens: int,
+        max_chunks: int,
+        max_chunk_tokens: int | None = None,
+    ) -> None:
+        """Args:
+        max_chunk_tokens: less than the limit, rounded to tiles.
+        """
         self.num_decoding = 0
         self.pages_are_short = False
         self.waits_for: RetireReason | None = None
@@ -31,7 +41,7 @@ class StepBuilder:
         self._tokens_left = max_tokens
         self._rows_left = limits.max_rows
         self._chunks_left = max_chunks
-        self._chunk_tokens_left = limits.max_chunk_tokens
+        self._chunk_tokens_left = max_chunk_tokens or limits.max_chunk_tokens
         self._singles: list[Chunk] = []
         self._longer: list[Chunk] = []
         self._row_loads: list[RowLoad] = []

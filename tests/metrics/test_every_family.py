@@ -121,6 +121,7 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "preemptions": ("script", {"": 2}),
     "recomputed_tokens": ("script", {"": 4 + 4}),
     "chunked_prompts": ("script", {"": 2}),  # LONG's and SHORT's
+    "limited_chunk_steps": ("script", {}),  # there is no target
     "mixed_steps": ("script", {"": 1}),  # 8
     "joined_running": ("script", {"": 3}),  # SHORT, BAD, GONE; those that resume join nobody
     "kv_pages_allocated": ("script", {"": 2 + 1 + 2 + 1 + 1 + 2 + 3}),

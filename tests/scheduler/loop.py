@@ -75,6 +75,7 @@ class Loop:
         policy: Policy = "priority",
         ageing_s: float | None = 60.0,
         weights: Mapping[str, float] = NO_WEIGHTS,
+        target_itl_s: float | None = None,
     ) -> None:
         """Args:
         cache: keeps the pages of all requests, under the identity that `add` is given.
@@ -108,6 +109,7 @@ class Loop:
                 max_step_tokens=step_tokens,
                 policy=policy,
                 ageing_s=ageing_s,
+                target_itl_s=target_itl_s,
             ),
             reserve=reserve,
             pool=self.pool,
