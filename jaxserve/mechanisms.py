@@ -97,6 +97,14 @@ MECHANISMS = (
         off=False,
         counters=("bucketed_steps_total",),
     ),
+    Mechanism(
+        name="prefix_cache",
+        purpose="Computed prompts are kept while there is room, and reused by those that follow.",
+        key="prefix_cache.enabled",
+        on=True,
+        off=False,
+        counters=("prefix_cache_queries_total", "prefix_cache_reused_tokens_total"),
+    ),
 )
 
 
@@ -148,6 +156,31 @@ PAIRS: Mapping[frozenset[str], Pair] = dict(
             "Chunk sizes are bucketed, beside a few sizes of decoding rows only.",
         ),
         _works("overlap", "buckets", "Every shape is compiled before the first step."),
+        _works(
+            "prefix_cache",
+            "continuous_batching",
+            "Who joins takes the pages that are there, before it takes new ones.",
+        ),
+        _works(
+            "prefix_cache",
+            "on_demand_pages",
+            "A kept page that nobody holds counts as free; whoever needs it drops it. With pages "
+            "reserved ahead, what is taken from the cache is not reserved.",
+        ),
+        _works(
+            "prefix_cache",
+            "chunked_prefill",
+            "Each chunk's full pages are kept when its step has retired; the first chunk begins "
+            "behind what was found.",
+        ),
+        _works(
+            "prefix_cache",
+            "overlap",
+            "Nothing is found before the step that writes it has retired.",
+        ),
+        _works(
+            "prefix_cache", "buckets", "The rest of a prompt runs in the bucket of its own length."
+        ),
     ]
 )
 

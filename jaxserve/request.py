@@ -149,6 +149,7 @@ class GenerationRequest:
       structured_output: the form of the output; None is free.
       tenant: whose it is, as the server knows it from the credentials; "" where there are none.
         Ids of requests are the tenant's own.
+      cache_salt: its K/V is shared only with requests of the same salt; "" is none.
       on_end: told once of the end of a request that was accepted, on the engine's thread, after its
         stream was: it must return at once and raise nothing. None costs nothing.
     """
@@ -161,6 +162,7 @@ class GenerationRequest:
     priority: int = 0
     deadline_s: float | None = None
     queue_timeout_s: float | None = None
+    cache_salt: str = ""
     on_end: "Callable[[RequestEnd], None] | None" = dataclasses.field(
         default=None, compare=False, repr=False
     )

@@ -11,6 +11,7 @@ from jaxserve.config import (
     LimitsSection,
     LogSection,
     MeasureSection,
+    PrefixCacheSection,
     RunnerSection,
     SchedulerSection,
 )
@@ -65,6 +66,7 @@ def build_engine(
     measure: MeasureSection | None = None,
     page_bytes: int = 0,
     reserve: Literal["on_demand", "max_length"] = "on_demand",
+    prefix_cache: PrefixCacheSection | None = None,
 ) -> tuple[Engine, FakeRunner]:
     """Returns an engine that is not started yet, and its runner."""
     runner = FakeRunner(
@@ -78,6 +80,7 @@ def build_engine(
     )
     config = Config(
         kv=KVSection(page_size=PAGE_SIZE, reserve=reserve),
+        prefix_cache=prefix_cache or PrefixCacheSection(),
         scheduler=scheduler or SchedulerSection(max_seqs=step_limits.max_seqs),
         runner=RunnerSection(overlap=overlap),
         limits=bounds or LimitsSection(),

@@ -107,6 +107,42 @@ class KVSection(Section):
     )
 
 
+def check_tenant_name(name: str) -> None:
+    """Raises ValueError for a name that no key and no table may have."""
+    if not TENANT_NAME.fullmatch(name):
+        raise ValueError(
+            f"the tenant {name!r} must be 1 to 64 ASCII letters, digits, dots, dashes and "
+            "underscores, beginning with a letter or digit"
+        )
+    if name in RESERVED_TENANTS:
+        raise ValueError(f"{name} is a word of the metrics; call the tenant something else")
+
+
+def _check_shared_namespaces(shared: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    listed = [tenant for tenants in shared.values() for tenant in tenants]
+    for name in (*shared, *listed):
+        check_tenant_name(name)
+    twice = sorted({tenant for tenant in listed if listed.count(tenant) > 1})
+    if twice:
+        raise ValueError(f"the tenant {twice[0]} is listed twice; a tenant has one namespace")
+    return shared
+
+
+class PrefixCacheSection(Section):
+    """What is kept of computed prompts for later requests (docs/prefix-cache.md)."""
+
+    enabled: bool = pydantic.Field(
+        True, description="Keep full KV pages while there is room, and reuse them."
+    )
+    shared_namespaces: Annotated[
+        dict[str, tuple[str, ...]], pydantic.AfterValidator(_check_shared_namespaces)
+    ] = pydantic.Field(
+        {},
+        description="Tenants that share what is kept, by a name for it. They can tell by the time "
+        "to the first token what the others ask. All other tenants share nothing.",
+    )
+
+
 class SchedulerSection(Section):
     """Which requests run, and how many tokens a step computes."""
 
@@ -270,6 +306,9 @@ class LimitsSection(Section):
     )
     max_tools: int = pydantic.Field(128, ge=0, description="Tools of a conversation.")
     max_score_items: int = pydantic.Field(256, ge=1, description="Items of a Score call.")
+    max_cache_salt_bytes: int = pydantic.Field(
+        256, ge=1, description="UTF-8 bytes of a cache salt."
+    )
     max_request_id_bytes: int = pydantic.Field(
         256, ge=1, description="UTF-8 bytes of a request id."
     )
@@ -413,17 +452,6 @@ def _check_tenant_names(named: dict[str, TenantLimits]) -> dict[str, TenantLimit
     for name in named:
         check_tenant_name(name)
     return named
-
-
-def check_tenant_name(name: str) -> None:
-    """Raises ValueError for a name that no key and no table may have."""
-    if not TENANT_NAME.fullmatch(name):
-        raise ValueError(
-            f"the tenant {name!r} must be 1 to 64 ASCII letters, digits, dots, dashes and "
-            "underscores, beginning with a letter or digit"
-        )
-    if name in RESERVED_TENANTS:
-        raise ValueError(f"{name} is a word of the metrics; call the tenant something else")
 
 
 class TenantsSection(Section):
@@ -583,6 +611,7 @@ class Config(Section):
     model: ModelSection = ModelSection()
     sampling: SamplingSection = SamplingSection()
     kv: KVSection = KVSection()
+    prefix_cache: PrefixCacheSection = PrefixCacheSection()
     scheduler: SchedulerSection = SchedulerSection()
     buckets: BucketsSection = BucketsSection()
     runner: RunnerSection = RunnerSection()

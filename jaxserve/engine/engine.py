@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Final
 
 from jaxserve.config import Config
@@ -14,6 +15,7 @@ from jaxserve.engine.intake import EngineState, Intake
 from jaxserve.engine.live_choice import LiveChoice, find_stopped
 from jaxserve.engine.live_request import Outcome, build_live_request, late_outcome, note_step
 from jaxserve.engine.masks import fill_masks
+from jaxserve.engine.namespaces import Namespaces
 from jaxserve.engine.pipeline import Pipeline
 from jaxserve.engine.queue_bounds import build_unreachable
 from jaxserve.engine.quotas import Quotas
@@ -31,11 +33,13 @@ from jaxserve.errors import (
     RequestError,
     SlowReaderError,
 )
+from jaxserve.identity import CacheIdentity
 from jaxserve.metrics import Metrics
 from jaxserve.plan import Runner, StepPlan
 from jaxserve.request import FinishReason, GenerationRequest, Request, StructuredOutput
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.policies import check_priority
+from jaxserve.scheduler.prefix_cache import PrefixCache
 from jaxserve.scheduler.scheduler import Scheduler, Update
 from jaxserve.scheduler.step_time import StepTimes
 from jaxserve.text.chat_output import find_parsers
@@ -86,7 +90,16 @@ class Engine:
         self.kv_token_bytes = page_bytes / config.kv.page_size
         self.quotas = Quotas(config.limits, metrics=metrics, clock=clock)
         depth = OVERLAP_DEPTH if config.runner.overlap else 1
-        self._pool = PagePool(runner.num_pages, config.kv.page_size)
+        self._namespaces = Namespaces(
+            config.prefix_cache,
+            _identify(model, tokenizer, config),
+            changing_ropes=model.changing_ropes,
+        )
+        self._pool = PagePool(
+            runner.num_pages,
+            config.kv.page_size,
+            cache=PrefixCache(config.kv.page_size) if config.prefix_cache.enabled else None,
+        )
         self._scheduler = Scheduler(
             config=config.scheduler,
             reserve=config.kv.reserve,
@@ -176,6 +189,9 @@ class Engine:
                 limits=self.config.limits,
                 now_s=self._clock(),
             )
+            request.cache_identity = self._namespaces.find_identity(
+                request.tenant, asked.cache_salt, prompt_len=len(request.prompt)
+            )
             self._scheduler.check_fits(
                 len(request.prompt), request.max_tokens, request.sampling.num_choices
             )
@@ -208,6 +224,26 @@ class Engine:
             return False
         live.stream.cancel()
         return True
+
+    def flush_prefix_cache(self, tenant: str | None = None) -> Future[int]:
+        """Has the engine forget what it keeps of computed prompts; gives the pages that are free
+        for it. What running requests hold is free once they have ended.
+
+        Args:
+          tenant: whose; None is everybody's, and what is shared.
+
+        Raises:
+          NotServingError, EngineDeadError: the engine has stopped or failed.
+        """
+
+        def flush() -> int:
+            return self._pool.flush(
+                lambda identity: (
+                    tenant is None or (identity.scope == "tenant" and identity.owner == tenant)
+                )
+            )
+
+        return self._intake.call(flush)
 
     def _build_constraint(
         self, request: Request, structured: StructuredOutput | None
@@ -303,6 +339,7 @@ class Engine:
                 self._by_sequence[sequence.id] = live.choices[sequence.choice]
         for request in aborts:
             self._finish(request, FinishReason.CANCELLED)
+        self._intake.run_calls()
 
     def _end_expired(self, now_s: float) -> None:
         for request in self._scheduler.expired(now_s):
@@ -319,7 +356,7 @@ class Engine:
             self._intake.leave_queue(live)
             self.quotas.leave_queue(live.request)
             if not live.waits_for_prompt:
-                live.stream.start()
+                live.stream.start(cached_prompt_tokens=live.request.num_cached)
 
     def _launch_output(self, plan: StepPlan) -> None:
         """Masks the step just launched by all that came before it, and lets it sample."""
@@ -439,6 +476,7 @@ class Engine:
         logger.error("the engine failed and ends every request", exc_info=error)
         self.error = error
         self._in_flight.clear()
+        self._intake.drop_calls()
         self._intake.change_state(EngineState.FAILED)
         for live in self._intake.live():
             cause = f"the engine failed: {type(error).__name__}; restart the server"
@@ -446,3 +484,14 @@ class Engine:
         self.metrics.clear_levels()
         self._waker.flush()
         self._tell(EngineState.FAILED)  # last: who hears it may end the process
+
+
+def _identify(model: ServedModel, tokenizer: Tokenizer, config: Config) -> CacheIdentity:
+    """Returns what all K/V of this engine has in common."""
+    return CacheIdentity(
+        weights=model.weights_digest,
+        tokenizer=tokenizer.digest,
+        positions=model.positions,
+        kv_dtype=model.kv_dtype,
+        page_size=config.kv.page_size,
+    )

@@ -3,6 +3,7 @@
 import enum
 import threading
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 
 from jaxserve.config import LimitsSection
 from jaxserve.engine.live_request import LiveRequest
@@ -29,7 +30,7 @@ FINAL_STATES = frozenset({EngineState.STOPPED, EngineState.FAILED})
 
 
 class Intake:
-    """The one place where threads meet: state, new requests, aborts; all under one lock.
+    """The one place where threads meet: state, new requests, aborts, calls; all under one lock.
 
     A request is *live* from `add` to `remove`, and *queued* until it is first scheduled; the
     queue is bounded in requests and in prompt tokens. A request is known by its tenant and its id:
@@ -43,6 +44,7 @@ class Intake:
         self._live: dict[tuple[str, str], LiveRequest] = {}
         self._new: list[LiveRequest] = []
         self._aborts: list[Request] = []
+        self._calls: list[tuple[Callable[[], int], Future[int]]] = []
         self._queue = QueueBounds(bounds)
 
     @property
@@ -95,6 +97,21 @@ class Intake:
             self._aborts.append(request)
             self._changed.notify_all()
 
+    def call(self, function: Callable[[], int]) -> Future[int]:
+        """Has the engine thread call `function` between two steps, and gives what it returns.
+
+        Raises:
+          NotServingError, EngineDeadError: there is no engine thread any more, or not yet.
+        """
+        with self._changed:
+            if self._is_cut or self._state not in (EngineState.SERVING, EngineState.DRAINING):
+                self.check_serving()
+                raise NotServingError("the engine is stopping; there is nothing left to ask it")
+            future: Future[int] = Future()
+            self._calls.append((function, future))
+            self._changed.notify_all()
+            return future
+
     def wait_until_empty(self, timeout_s: float) -> None:
         """Blocks until nothing is live, the time is over, or `cut` is called."""
         with self._changed:
@@ -111,12 +128,12 @@ class Intake:
     def wait_for_work(self) -> None:
         """Blocks while nothing is live."""
         with self._changed:
-            self._changed.wait_for(lambda: self._live or self._is_cut)
+            self._changed.wait_for(lambda: self._live or self._calls or self._is_cut)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is live."""
-        return not self._live
+        """Whether nothing is live, and nothing to be called."""
+        return not (self._live or self._calls)
 
     @property
     def is_cut(self) -> bool:
@@ -128,6 +145,21 @@ class Intake:
             new, self._new = self._new, []
             aborts, self._aborts = self._aborts, []
             return new, aborts
+
+    def run_calls(self) -> None:
+        """Calls what other threads left; nothing where they left nothing."""
+        for function, future in self._take_calls():
+            future.set_result(function())
+
+    def drop_calls(self) -> None:
+        """The engine has failed: whoever waits for a call is told."""
+        for _, future in self._take_calls():
+            future.set_exception(EngineDeadError("the engine has failed"))
+
+    def _take_calls(self) -> list[tuple[Callable[[], int], Future[int]]]:
+        with self._changed:
+            calls, self._calls = self._calls, []
+            return [(function, future) for function, future in calls if _begins(future)]
 
     def live(self) -> Collection[LiveRequest]:
         with self._changed:
@@ -160,6 +192,11 @@ class Intake:
         if live.is_queued:
             live.is_queued = False
             self._queue.leave(len(live.request.prompt))
+
+
+def _begins(future: Future[int]) -> bool:
+    """Whether anybody still waits for it; from here on it cannot be cancelled."""
+    return future.set_running_or_notify_cancel()
 
 
 def _key(request: Request) -> tuple[str, str]:

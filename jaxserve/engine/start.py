@@ -1,9 +1,12 @@
 """Start-up: from a model's name to an engine that is compiled, filled and ready to start."""
 
+import hashlib
 import logging
 import platform
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import jaxserve
@@ -61,6 +64,7 @@ def load_engine(
     source = find_model(model)
     header = replace_template(source.load_header(), config.model.chat_template)
     header_s = time.monotonic() - started_s
+    weights_digest = _start_digest(header, config, is_needed=only_for is None)
     reach = None if only_for is None else _find_reach(header, config, only_for)
     metrics = metrics or Metrics()
     runner = _build_runner(
@@ -73,6 +77,8 @@ def load_engine(
         max_model_tokens=runner.max_model_tokens,
         dtype=runner.spec.dtype,
         capacity_tokens=(runner.num_pages - 1) * config.kv.page_size,
+        kv_dtype=runner.spec.kv_dtype,
+        weights_digest=weights_digest.result(),
     )
     _tell_setup(metrics, served, runner, config)
     logger.info(
@@ -196,7 +202,15 @@ def _describe(
     path: str = "",
     dtype: str = "",
     capacity_tokens: int = 0,
+    kv_dtype: str = "",
+    weights_digest: str = "",
 ) -> ServedModel:
+    ropes = {layer.rope for layer in header.config.layers if layer.rope is not None}
+    changing = {
+        (rope.kind, rope.original_max_position)
+        for rope in ropes
+        if rope.kind in ("dynamic", "longrope") and rope.original_max_position is not None
+    }
     return ServedModel(
         name=header.name,
         max_model_tokens=max_model_tokens,
@@ -210,7 +224,34 @@ def _describe(
         has_chat_template=header.tokenizer.chat_template is not None,
         sampling_defaults=header.defaults.as_params() | config.sampling.as_params(),
         capacity_tokens=capacity_tokens,
+        # what else the weights are run with changes K/V as much as they do
+        weights_digest=_sha256(f"{weights_digest}\0{header.config!r}\0{dtype}"),
+        positions=_sha256(repr([(layer.rope, layer.window) for layer in header.config.layers])),
+        changing_ropes=tuple(sorted(changing)),
+        kv_dtype=kv_dtype,
     )
+
+
+def _start_digest(header: "ModelHeader", config: Config, *, is_needed: bool) -> Future[str]:
+    """Reads all weights once more for their digest, while they are loaded and programs compile: two
+    models that differ in one number must not share K/V. One request alone shares nothing."""
+    future: Future[str] = Future()
+    if not is_needed or not config.prefix_cache.enabled:
+        future.set_result("")
+        return future
+
+    def work() -> None:
+        try:
+            future.set_result(header.digest)
+        except OSError as error:  # whoever loads the weights says it better, and first
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="jaxserve-digest", daemon=True).start()
+    return future
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _no_progress(phase: str, num_done: int, num_all: int) -> None:

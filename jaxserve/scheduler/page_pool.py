@@ -116,12 +116,11 @@ class PagePool:
         self._free += self.cache.remove(node)
 
     def flush(self, matches: Callable[[CacheIdentity], bool]) -> int:
-        """Has the cache forget all pages of some identities; returns how many."""
-        if self.cache is None:
-            return 0
-        num_before = len(self.cache)
-        self._free += self.cache.flush(matches)
-        return num_before - len(self.cache)
+        """Has the cache forget all pages of some identities; returns how many are free for it.
+        Those that are held are free once their holders are done."""
+        freed = [] if self.cache is None else self.cache.flush(matches)
+        self._free += freed
+        return len(freed)
 
     def is_shared(self, page: int) -> bool:
         return self._references[page] > 1

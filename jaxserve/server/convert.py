@@ -72,6 +72,7 @@ def read_generate(
         queue_timeout_s=(
             _seconds(message.queue_timeout) if message.HasField("queue_timeout") else None
         ),
+        cache_salt=message.cache_salt,
     )
 
 

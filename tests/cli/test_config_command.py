@@ -32,6 +32,7 @@ OPEN = dict.fromkeys(TenantLimits.model_fields) | {"queue_share": 1.0, "weight":
 VALUES: dict[str, tuple[str, object]] = {
     "admin.address": ("unix:/a", "unix:/a"),
     "limits.max_header_bytes": ("20000", 20000),
+    "prefix_cache.shared_namespaces": ('{"team": ["a", "b"]}', {"team": ["a", "b"]}),
     "server.http_cors_origins": ('["http://a.example"]', ["http://a.example"]),
     "tenants.default": ('{"max_priority": 7}', OPEN | {"max_priority": 7}),
     "tenants.named": (f'{{"acme": {FREE}}}', {"acme": OPEN}),

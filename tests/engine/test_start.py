@@ -68,7 +68,11 @@ def test_a_folder_becomes_an_engine_that_gives_the_models_tokens(folder: Path) -
         dtype="float32",
         quantization=llm.model.quantization,
         capacity_tokens=128,
+        weights_digest=llm.model.weights_digest,
+        positions=llm.model.positions,
+        kv_dtype="float32",
     )
+    assert (len(llm.model.weights_digest), len(llm.model.positions)) == (64, 64)
     assert metrics.value("recompiles_total") == 0
     assert metrics.value("kv_capacity_tokens") == 128
     assert metrics.value("overlapped_steps_total") > 0

@@ -181,7 +181,7 @@ def test_a_flush_frees_the_idle_and_leaves_the_held_to_their_holders() -> None:
     other = books.cache.add_identity(OTHER)
     pages = books.pool.allocate(1)
     assert books.cache.add(other, as_tokens("aa"), pages[0])
-    assert books.pool.flush(lambda identity: identity == IDENTITY) == 3
+    assert books.pool.flush(lambda identity: identity == IDENTITY) == 2
     assert (books.pool.num_cached, books.cache.identities) == (0, [OTHER])
     books.pool.release([held[0].page], last_step=0)
     books.pool.release(pages, last_step=0)

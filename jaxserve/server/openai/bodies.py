@@ -82,6 +82,9 @@ class _Body(pydantic.BaseModel):
         None, description="Log-probabilities of the prompt's tokens; not with stream."
     )
     priority: int = pydantic.Field(0, description="Higher runs first, as everywhere in jaxserve.")
+    cache_salt: str | None = pydantic.Field(
+        None, description="What is kept of the prompt is shared with this salt's requests alone."
+    )
     return_token_ids: bool = pydantic.Field(
         False, description="Adds the output's token_ids to each choice, and the prompt's."
     )
