@@ -61,9 +61,10 @@ class PromptScoring:
     num_top: int
 
 
-@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+@dataclasses.dataclass(slots=True)
 class Chunk:
-    """One sequence's tokens in one step: positions [start, start + num_tokens).
+    """One sequence's tokens in one step: positions [start, start + num_tokens). Nobody changes it;
+    it is not frozen, and its fields have places, because that costs nine times as much to make.
 
     Attributes:
       row: the sequence's state row.

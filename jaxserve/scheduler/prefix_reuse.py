@@ -149,6 +149,11 @@ class PrefixReuse:
                 break
             self._tails[sequence.id] = parent = added
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a cache."""
+        return self._cache is not None
+
     def prove(self, sequence_id: int) -> None:
         """A finite token was sampled behind all that is known of a sequence."""
         node = self._tails.get(sequence_id)

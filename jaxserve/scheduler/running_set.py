@@ -20,6 +20,7 @@ class RunningSet:
         self._pool = pool
         self._sequences: list[Sequence] = []
         self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._families: dict[int, Sequence] = {}  # those of requests with several choices
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -35,17 +36,21 @@ class RunningSet:
         """Rows that nobody has and none is kept for."""
         if not self._free_rows:
             return 0
-        return len(self._free_rows) - sum(num_kept_rows(s) for s in self._sequences)
+        return len(self._free_rows) - sum(map(num_kept_rows, self._families.values()))
 
     def start(self, sequence: Sequence) -> None:
         sequence.row = self._free_rows.pop()
         sequence.state = SequenceState.RUNNING
         bisect.insort(self._sequences, sequence, key=self._order)
+        if len(sequence.request.sequences) > 1:
+            self._families[sequence.id] = sequence
 
     def stop(self, sequence: Sequence) -> None:
         """Takes row and pages back; a step in flight may still use them, and keeps its pages."""
         assert sequence.row is not None
-        self._sequences.remove(sequence)
+        place = bisect.bisect_left(self._sequences, self._order(sequence), key=self._order)
+        assert self._sequences.pop(place) is sequence, f"sequence {sequence.id} is out of order"
+        self._families.pop(sequence.id, None)
         self._free_rows.append(sequence.row)
         sequence.row = None
         self._pool.release(reversed(sequence.pages), last_step=sequence.last_step)
@@ -63,6 +68,7 @@ class RunningSet:
         assert len(set(rows)) == len(rows), f"a row twice: {rows}"
         assert None not in rows, f"running without a row: {rows}"
         num_kept = sum(num_kept_rows(sequence) for sequence in self._sequences)
+        assert len(self._free_rows) - num_kept == self.num_free_rows or not self._free_rows
         assert num_kept <= len(self._free_rows), "rows that are kept for forks were given away"
         assert self._sequences == sorted(self._sequences, key=self._order), (
             "running is out of order"

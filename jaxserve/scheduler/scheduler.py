@@ -18,9 +18,10 @@ from jaxserve.scheduler.running_set import find_unforked
 from jaxserve.scheduler.step_time import StepTimes, measure_work
 
 
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Update:
-    """What a committed step brought one live choice.
+    """What a committed step brought one live choice. Its fields have places, as one is made of
+    every token.
 
     Attributes:
       token_id: the sampled token, an end token too; None where the logits were not finite, or
@@ -292,7 +293,14 @@ class Scheduler:
             self._read_s = now_s
         updates: list[Update] = []
         num_surplus = num_useful = 0
+        is_plain = not result.not_finite and not result.logprobs
         for chunk in plan.chunks:
+            if is_plain and chunk.samples and chunk.num_tokens == 1 and not chunk.forks:
+                sequence = self._live.get(chunk.sequence_id)
+                if sequence is not None and chunk.scoring is None:
+                    num_useful += 1
+                    updates.append(self._settle_token(sequence, chunk, result, stopped))
+                    continue
             live = self._find_live(chunk)
             self._publish(chunk, live, result)
             num_useful += bool(live)
@@ -400,6 +408,24 @@ class Scheduler:
                 self._reuse.publish(holder, end)
         if chunk.samples:
             self._reuse.prove(chunk.sequence_id)
+
+    def _settle_token(
+        self, sequence: Sequence, chunk: Chunk, result: StepResult, stopped: Collection[int]
+    ) -> Update:
+        """Does what `_publish` and `_settle` do, for one token of one that decodes alone."""
+        if self._reuse.is_on:
+            end = chunk.start + 1
+            if not end % self._pool.page_size and sequence.state is SequenceState.RUNNING:
+                self._reuse.publish(sequence, end)
+            self._reuse.prove(sequence.id)
+        request, output = sequence.request, sequence.output
+        token_id = result.token_ids[sequence.id]
+        may_end = len(output) + 1 >= request.max_tokens or sequence.id in stopped
+        if may_end or token_id in request.stop_ids:
+            return self._settle(sequence, result, stopped)
+        sequence.num_in_flight -= 1
+        output.append(token_id)
+        return Update(sequence, token_id)
 
     def _find_live(self, chunk: Chunk) -> list[Sequence]:
         """Returns those of a chunk's choices that have not ended."""
