@@ -21,6 +21,7 @@ from jaxserve.request import GenerationRequest
 
 if TYPE_CHECKING:  # these bring jax, which `import jaxserve.engine` must not
     from jaxserve.checkpoint.header import ModelHeader, ModelSource
+    from jaxserve.model.config import ModelConfig
     from jaxserve.runner.buckets import Reach
     from jaxserve.runner.runner import Runner
 
@@ -205,12 +206,6 @@ def _describe(
     kv_dtype: str = "",
     weights_digest: str = "",
 ) -> ServedModel:
-    ropes = {layer.rope for layer in header.config.layers if layer.rope is not None}
-    changing = {
-        (rope.kind, rope.original_max_position)
-        for rope in ropes
-        if rope.kind in ("dynamic", "longrope") and rope.original_max_position is not None
-    }
     return ServedModel(
         name=header.name,
         max_model_tokens=max_model_tokens,
@@ -227,9 +222,20 @@ def _describe(
         # what else the weights are run with changes K/V as much as they do
         weights_digest=_sha256(f"{weights_digest}\0{header.config!r}\0{dtype}"),
         positions=_sha256(repr([(layer.rope, layer.window) for layer in header.config.layers])),
-        changing_ropes=tuple(sorted(changing)),
+        changing_ropes=find_changing_ropes(header.config),
         kv_dtype=kv_dtype,
     )
+
+
+def find_changing_ropes(config: "ModelConfig") -> tuple[tuple[str, int], ...]:
+    """Returns kind and original length of each RoPE that changes with a prompt's length."""
+    ropes = {layer.rope for layer in config.layers if layer.rope is not None}
+    changing = {
+        (rope.kind, rope.original_max_position)
+        for rope in ropes
+        if rope.kind in ("dynamic", "longrope") and rope.original_max_position is not None
+    }
+    return tuple(sorted(changing))
 
 
 def _start_digest(header: "ModelHeader", config: Config, *, is_needed: bool) -> Future[str]:

@@ -84,9 +84,20 @@ class Guest:
 class Play:
     """One engine and its guests. The runner is shared: rows and pages hold what others left."""
 
-    def __init__(self, runner: Runner, *, overlap: bool = True, config: Config = CONFIG) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        overlap: bool = True,
+        config: Config = CONFIG,
+        changing_ropes: tuple[tuple[str, int], ...] = (),
+    ) -> None:
         section = config.runner.model_copy(update={"overlap": overlap})
-        self.engine = build_engine(runner, config.model_copy(update={"runner": section}))
+        self.engine = build_engine(
+            runner,
+            config.model_copy(update={"runner": section}),
+            changing_ropes=changing_ropes,
+        )
         self.runner = runner
         self.guests: list[Guest] = []
         self.num_steps = 0

@@ -72,13 +72,16 @@ def build_runner(shape: Shape, cache_dir: Path) -> Runner:
     )
 
 
-def build_engine(runner: Runner, config: Config) -> Engine:
+def build_engine(
+    runner: Runner, config: Config, *, changing_ropes: tuple[tuple[str, int], ...] = ()
+) -> Engine:
     """Returns an engine that takes requests, but whose thread does not run: tests call `_step`."""
     model = ServedModel(
         name="tiny",
         max_model_tokens=runner.max_model_tokens,
         vocab_size=MODEL.vocab_size,
         eos_ids=frozenset({EOS_ID}),
+        changing_ropes=changing_ropes,
     )
     engine = Engine(
         runner=runner,
