@@ -27,6 +27,7 @@ from jaxserve.measure.virtual_device import VirtualDevice
 from jaxserve.measure.workload import Recipe, WorkloadEntry
 from jaxserve.metrics import Metrics
 from jaxserve.scheduler.page_pool import PagePool
+from jaxserve.scheduler.prefix_cache import PrefixCache
 
 NUM_SAMPLES: Final = 3600  # of a timeline, at most about
 PROGRESS_EVERY: Final = 1000  # requests
@@ -155,7 +156,7 @@ class Simulator:
                 buckets=buckets,
                 jitter=random.Random(salt) if self.has_jitter else None,
             ),
-            pool=PagePool(self._num_pages(), self.config.kv.page_size),
+            pool=build_pool(self.config, self._num_pages()),
             max_model_tokens=max_model_tokens,
             metrics=metrics,
             on_record=take,
@@ -195,14 +196,25 @@ class Simulator:
     def _asks(self, entries: Iterator[WorkloadEntry], maker: AskMaker, salt: str) -> Iterator[Ask]:
         for entry in entries:
             if not is_too_long(entry, maker.facts):
-                yield maker.make(_without_content(entry), salt)
+                yield maker.make(_simplify(entry, maker.facts.vocab_size), salt)
 
 
-def _without_content(entry: WorkloadEntry) -> WorkloadEntry:
-    """Returns the entry with a prompt of its length, where nobody looks at the tokens."""
-    if not isinstance(entry.prompt, Recipe):
+def build_pool(config: Config, num_pages: int) -> PagePool:
+    """Returns a pool as an engine would have it."""
+    page_size = config.kv.page_size
+    cache = PrefixCache(page_size) if config.prefix_cache.enabled else None
+    return PagePool(num_pages, page_size, cache=cache)
+
+
+def _simplify(entry: WorkloadEntry, vocab_size: int) -> WorkloadEntry:
+    """Returns the entry with a prompt that is quick to make where it shares nothing: of its length,
+    and different from all others by its first two tokens."""
+    recipe = entry.prompt
+    if not isinstance(recipe, Recipe) or recipe.blocks:
         return entry
-    return dataclasses.replace(entry, prompt=_zeros(entry.prompt.num_tokens))
+    rest, first = divmod(entry.index, vocab_size)
+    prompt = (first, rest % vocab_size, *_zeros(recipe.num_tokens))[: recipe.num_tokens]
+    return dataclasses.replace(entry, prompt=prompt)
 
 
 _ZEROS: Final = tuple(itertools.repeat(0, 1 << 16))

@@ -12,8 +12,10 @@ from jaxserve.config import Config
 from jaxserve.engine.engine import OVERLAP_DEPTH
 from jaxserve.engine.limits import merge_sampling
 from jaxserve.engine.live_request import late_outcome
+from jaxserve.engine.namespaces import Namespaces
 from jaxserve.engine.queue_bounds import QueueBounds, build_unreachable
 from jaxserve.errors import RequestError, WorkloadError
+from jaxserve.identity import CacheIdentity
 from jaxserve.measure.records import Arrival, Outcome, RequestRecord, ServerPhases
 from jaxserve.measure.replay import TimelineSample
 from jaxserve.measure.targets.base import Ask, Levels
@@ -42,7 +44,7 @@ class _Live:
 
 
 class Simulation:
-    """One replay. It does what `Engine._step` does, in the same order, and its clients what
+    """One replay, with the prefix cache where the pool has one. It does what `Engine._step` does, in the same order, and its clients what
     `Replay` does; delivery takes no time, and nobody is late to send.
 
     Attributes:
@@ -86,6 +88,8 @@ class Simulation:
             weight_of=lambda tenant: config.tenants.limits_of(tenant).weight,
         )
         self.timeline: list[TimelineSample] = []
+        self._has_cache = config.prefix_cache.enabled
+        self._namespaces = Namespaces(config.prefix_cache, _identify(pool))
         self._queue = QueueBounds(config.limits)
         self._queue_timeout_s = config.limits.queue_timeout_s
         self._on_record = on_record
@@ -170,6 +174,7 @@ class Simulation:
                 f"entry {ask.index} leaves its end to the model, which nobody can foresee; give it "
                 "wanted_tokens, or max_tokens in its sampling"
             )
+        tenant = "" if self._tenant_of is None else self._tenant_of(ask)
         return Request(
             id=ask.request_id,
             prompt=ask.prompt,
@@ -182,7 +187,8 @@ class Simulation:
             priority=ask.priority,
             deadline_s=None if ask.deadline_s is None else intended_s + ask.deadline_s,
             queue_deadline_s=intended_s + self._queue_timeout_s,
-            tenant="" if self._tenant_of is None else self._tenant_of(ask),
+            tenant=tenant,
+            cache_identity=self._namespaces.find_identity(tenant, "", prompt_len=len(ask.prompt)),
         )
 
     def _merge(self, ask: Ask) -> SamplingParams:
@@ -285,6 +291,7 @@ class Simulation:
                 outcome=outcome,
                 prompt_tokens=len(request.prompt),
                 output_tokens=len(live.arrivals),
+                cached_prompt_tokens=request.num_cached if self._has_cache else None,
                 wanted_tokens=ask.wanted_tokens,
                 deadline_s=ask.deadline_s,
                 finish_reason=finish_reason,
@@ -315,6 +322,13 @@ class Simulation:
                 ),
             )
         )
+
+
+def _identify(pool: PagePool) -> CacheIdentity:
+    """Returns what all K/V of a simulation has in common: it is of one model."""
+    return CacheIdentity(
+        weights="", tokenizer="", positions="", kv_dtype="", page_size=pool.page_size
+    )
 
 
 def _phases(live: _Live) -> ServerPhases:

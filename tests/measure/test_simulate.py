@@ -18,7 +18,7 @@ from jaxserve.measure.limits import read_limits
 from jaxserve.measure.load import Load, load_memory
 from jaxserve.measure.records import RequestRecord
 from jaxserve.measure.request_lines import RequestWriter
-from jaxserve.measure.simulate import Simulator
+from jaxserve.measure.simulate import Simulator, build_pool
 from jaxserve.measure.simulation import Simulation
 from jaxserve.measure.step_times import ServedTimes, read_step_times, write_step_times
 from jaxserve.measure.targets.base import Ask
@@ -27,7 +27,6 @@ from jaxserve.measure.workload import Header, Recipe, WorkloadEntry
 from jaxserve.measure.workload.entry import build_workload
 from jaxserve.metrics import Metrics
 from jaxserve.plan import Bucket, StepLimits
-from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.step_time import StepTimes, StepWork
 
 DECODE = Bucket(decode_seqs=2, verify_tokens=1, chunk_tokens=0)
@@ -64,7 +63,7 @@ def ask(index: int, at_s: float, prompt_tokens: int, max_tokens: int, **facts: A
         index=index,
         request_id=f"r{index}",
         at_s=at_s,
-        prompt=(0,) * prompt_tokens,
+        prompt=(index,) * prompt_tokens,
         wanted_tokens=max_tokens,
         sampling={"max_tokens": max_tokens, "ignore_eos": True},
         **facts,
@@ -80,7 +79,7 @@ def simulate(
 ) -> tuple[dict[int, RequestRecord], Simulation]:
     records: dict[int, RequestRecord] = {}
     limits = StepLimits(max_rows=2, max_chunk_tokens=8, chunk_tile=4, max_chunks=4, max_seqs=2)
-    pool = PagePool(num_pages, 4)
+    pool = build_pool(config, num_pages)
     simulation = Simulation(
         config,
         device=VirtualDevice(fixed_times(), limits=limits, buckets=list(SECONDS)),
@@ -315,3 +314,27 @@ def test_edf_keeps_its_goodput_at_three_times_what_the_machine_can_do() -> None:
     best = max(goodput.values())
     assert goodput["edf", 0.6] >= 0.9 * best
     assert goodput["fcfs", 0.6] < 0.6 * best
+
+
+def same(index: int, prompt_class: str = "") -> Ask:
+    """One of several with the same prompt, which do not meet."""
+    asked = ask(index, 20.0 * index, 16, 2, prompt_class=prompt_class)
+    return dataclasses.replace(asked, prompt=(9,) * 16)
+
+
+@pytest.mark.parametrize(("enabled", "num_cached"), [(True, 15), (False, None)])
+def test_a_prompt_that_was_computed_before_is_not_computed_again(
+    enabled: bool, num_cached: int | None
+) -> None:
+    section = CONFIG.prefix_cache.model_copy(update={"enabled": enabled})
+    config = CONFIG.model_copy(update={"prefix_cache": section})
+    asks = [same(0), same(1)]
+    records, _ = simulate(asks, config=config)
+    assert records[1].cached_prompt_tokens == num_cached  # all but the last
+    assert _ttft_s(records[1]) == pytest.approx(1.0 if enabled else 2 * 3.0)  # or two chunks
+
+
+def test_tenants_share_nothing() -> None:
+    asks = [same(index, prompt_class=name) for index, name in enumerate("abb")]
+    records, _ = simulate(asks, tenant_of=lambda asked: asked.prompt_class)
+    assert [records[index].cached_prompt_tokens for index in range(3)] == [0, 0, 15]
