@@ -46,8 +46,8 @@ class _Live:
 class Simulation:
     """One replay, with the prefix cache where the pool has one.
 
-    It does what `Engine._step` does, in the same order, and its clients what `Replay` does; delivery
-    takes no time, and nobody is late to send.
+    It does what `Engine._step` does, in the same order, and its clients do what `Replay` does;
+    delivery takes no time, and nobody is late to send.
 
     Attributes:
       scheduler: the real one.
