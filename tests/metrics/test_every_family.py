@@ -1,6 +1,7 @@
 """Every family has a row here: its exact value after runs that are known step by step."""
 
 import asyncio
+import dataclasses
 import datetime
 import gc
 import itertools
@@ -30,7 +31,7 @@ from tests.metrics.script import LEVELS, Run, run_script
 from tests.server.credentials import Files, sections, write_keys
 from tests.server.harness import connect, run_server
 
-Source = Literal["script", "reserving", "device", "server", "tenants"]
+Source = Literal["script", "reserving", "sharing", "device", "server", "tenants"]
 Samples = Mapping[str, float]  # label values, joined by commas, to a value; 0 where not named
 
 DEVICE_CONFIG: Final = load_config(
@@ -129,6 +130,14 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "kv_reserved_pages": ("reserving", {"": 1}),
     "forked_choices": ("device", {"": 1}),
     "kv_page_copies": ("device", {"": 1}),  # of the prompt's page: one choice goes on in it
+    "prefix_cache_queries": ("sharing", {"anonymous": 4, "other": 1}),
+    "prefix_cache_query_tokens": ("sharing", {"anonymous": 9 + 9 + 8 + 37, "other": 9}),
+    "prefix_cache_hits": ("sharing", {"anonymous": 2}),
+    "prefix_cache_hit_tokens": ("sharing", {"anonymous": 8 + 6}),
+    "prefix_cache_reused_tokens": ("sharing", {"anonymous": 8 + 6}),
+    "prefix_cache_copied_tokens": ("sharing", {"anonymous": 2}),
+    "prefix_cache_evictions": ("sharing", {"anonymous": 1, "other": 2}),
+    "prefix_cache_refusals": ("sharing", {"other,owner": 1}),
     "overlapped_steps": ("script", {"": 15 - 3}),
     "overlap_waits": ("script", {"pages": 2}),  # before launches 7 and 14
     "bucketed_steps": ("device", {"": 2}),
@@ -187,6 +196,26 @@ def reserving() -> Metrics:
     engine, runner = build_engine(reserve="max_length")
     with serve(engine, runner):
         gather(engine.submit(ask((1, 2, 3), max_tokens=6, ignore_eos=True)))
+    return engine.metrics
+
+
+@pytest.fixture(scope="module")
+def sharing() -> Metrics:
+    """Of twelve pages of four: a prompt of 9 tokens twice, which leaves its two full pages; one of
+    8 that has 6 of them, and leaves a page of its own; the first one for another tenant, who gets
+    nothing and leaves two more; and one of 37, for whose ten pages three of these five must go.
+    """
+    engine, runner = build_engine()
+    first = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    with serve(engine, runner):
+        for asked in (
+            ask(first, max_tokens=1),
+            ask(first, max_tokens=1),
+            ask((*first[:6], 40, 41), max_tokens=1),
+            dataclasses.replace(ask(first, max_tokens=1), tenant="acme"),
+            ask(tuple(range(50, 87)), max_tokens=1),
+        ):
+            gather(engine.submit(asked))
     return engine.metrics
 
 
@@ -333,7 +362,8 @@ def test_what_runs_is_told_in_labels(device: Metrics) -> None:
         "model": "tiny", "architecture": "llama", "quantization": config.labels["quantization"],
         "dtype": "float32", "kv_dtype": "float32", "attention": "xla", "page_size": "4",
         "max_seqs": "4", "max_model_tokens": "64",
-        "mechanisms": "continuous_batching,on_demand_pages,chunked_prefill,overlap,buckets",
+        "mechanisms": "continuous_batching,on_demand_pages,chunked_prefill,overlap,buckets,"
+        "prefix_cache",
     }  # fmt: skip
     (build,) = families(device)["build"].samples
     assert build.labels["version"] == jaxserve.__version__
