@@ -35,6 +35,7 @@ NUM_PAGES: Final = 13  # 12 usable: 48 tokens
 MAX_MODEL_TOKENS: Final = 40
 LIMITS: Final = StepLimits(max_rows=4, max_chunk_tokens=6, chunk_tile=2, max_chunks=2, max_seqs=4)
 
+NO_CACHE: Final = PrefixCacheSection(enabled=False)  # where the same is asked twice
 ONE_ROW: Final = dataclasses.replace(LIMITS, max_rows=1, max_seqs=1)
 
 
