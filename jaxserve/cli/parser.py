@@ -11,6 +11,7 @@ from jaxserve.cli import (
     batch,
     bench,
     buckets,
+    cache,
     chat,
     config,
     convert,
@@ -61,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_parser(commands)
     config.add_parser(commands)
     buckets.add_parser(commands)
+    cache.add_parser(commands)
     info.add_parser(commands)
     workload.add_parser(commands)
     bench.add_parser(commands)

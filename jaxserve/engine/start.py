@@ -5,9 +5,9 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import jaxserve
 from jaxserve.config import Config, default_cache_dir
@@ -21,7 +21,6 @@ from jaxserve.request import GenerationRequest
 
 if TYPE_CHECKING:  # these bring jax, which `import jaxserve.engine` must not
     from jaxserve.checkpoint.header import ModelHeader, ModelSource
-    from jaxserve.model.config import ModelConfig
     from jaxserve.runner.buckets import Reach
     from jaxserve.runner.runner import Runner
 
@@ -222,18 +221,30 @@ def _describe(
         # what else the weights are run with changes K/V as much as they do
         weights_digest=_sha256(f"{weights_digest}\0{header.config!r}\0{dtype}"),
         positions=_sha256(repr([(layer.rope, layer.window) for layer in header.config.layers])),
-        changing_ropes=find_changing_ropes(header.config),
+        changing_ropes=find_changing_ropes(layer.rope for layer in header.config.layers),
         kv_dtype=kv_dtype,
     )
 
 
-def find_changing_ropes(config: "ModelConfig") -> tuple[tuple[str, int], ...]:
-    """Returns kind and original length of each RoPE that changes with a prompt's length."""
-    ropes = {layer.rope for layer in config.layers if layer.rope is not None}
+class Rope(Protocol):
+    """What is asked of a layer's RoPE here."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def original_max_position(self) -> int | None: ...
+
+
+def find_changing_ropes(ropes: Iterable[Rope | None]) -> tuple[tuple[str, int], ...]:
+    """Returns kind and original length of each of the layers' RoPEs that changes with a prompt's
+    length."""
     changing = {
         (rope.kind, rope.original_max_position)
         for rope in ropes
-        if rope.kind in ("dynamic", "longrope") and rope.original_max_position is not None
+        if rope is not None
+        and rope.kind in ("dynamic", "longrope")
+        and rope.original_max_position is not None
     }
     return tuple(sorted(changing))
 

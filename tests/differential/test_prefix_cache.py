@@ -20,6 +20,7 @@ from tests.differential.test_windows_and_lengths import SMALL, params, right_out
 from tests.oracle import oracle_greedy
 
 NUM_TOKENS = 10
+CHANGING = find_changing_ropes(layer.rope for layer in WINDOWS.layers)
 BASE = prompt_of(30, salt=4)
 SHARED = [
     BASE[:14],
@@ -133,7 +134,7 @@ def test_the_first_tokens_log_probability_is_the_same_cached_or_not(runner: Runn
 @pytest.mark.parametrize("overlap", [False, True])
 def test_windows_only_mask_what_is_shared(windows: Runner, overlap: bool) -> None:
     """Beginnings longer and shorter than the window of 6, and a RoPE that changes at 16."""
-    play = Play(windows, config=SMALL, overlap=overlap, changing_ropes=find_changing_ropes(WINDOWS))
+    play = Play(windows, config=SMALL, overlap=overlap, changing_ropes=CHANGING)
     guests = run_one_by_one(play, [ask(prompt, max_tokens=NUM_TOKENS) for prompt in SHARED])
     for prompt, guest in zip(SHARED, guests, strict=True):
         assert play.read(guest).token_ids == right_output(prompt), len(prompt)
@@ -153,7 +154,7 @@ def test_without_the_prompts_length_in_the_identity_the_tokens_would_be_wrong(
 
 def test_a_decode_far_past_the_window_goes_on_from_a_hit(windows: Runner) -> None:
     prompt = BASE[:16]
-    play = Play(windows, config=SMALL, changing_ropes=find_changing_ropes(WINDOWS))
+    play = Play(windows, config=SMALL, changing_ropes=CHANGING)
     guests = run_one_by_one(play, [ask((*prompt[:14], last), max_tokens=24) for last in (1, 2)])
     assert guests[1].request.num_cached == 14
     wanted = oracle_greedy(params(), (*prompt[:14], 2), WINDOWS, num_tokens=24)

@@ -135,10 +135,9 @@ def test_what_a_prompts_length_changes_of_its_positions_is_in_its_identity() -> 
 
 
 def test_the_ropes_that_change_are_found() -> None:
-    assert find_changing_ropes(GEMMA2) == ()
-    layer = dataclasses.replace(GEMMA2.layers[0], rope=DYNAMIC)
-    changed = dataclasses.replace(GEMMA2, layers=(layer, *GEMMA2.layers[1:]))
-    assert find_changing_ropes(changed) == (("dynamic", DYNAMIC.original_max_position),)
+    assert find_changing_ropes([*(layer.rope for layer in GEMMA2.layers), None]) == ()
+    ropes = [DYNAMIC, GEMMA2.layers[0].rope, DYNAMIC]
+    assert find_changing_ropes(ropes) == (("dynamic", DYNAMIC.original_max_position),)
 
 
 # the flush
