@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from jaxserve.config import Config
+from jaxserve.config import Config, PrefixCacheSection
 from jaxserve.engine import Stream
 from jaxserve.model.params import Params
 from jaxserve.request import GenerationRequest, Request, SamplingParams, SequenceState
@@ -150,12 +150,13 @@ def run_all(
     preempt_at: Sequence[Sequence[int]] = (),
     overlap: bool = True,
     max_at_once: int = 1000,
+    cache: PrefixCacheSection = CONFIG.prefix_cache,
 ) -> list[Output]:
     """Runs all to the end, and returns the outputs in the same order.
 
     Where few enough run at once for the pages, each is first preempted exactly where it is to be.
     """
-    play = Play(runner, overlap=overlap)
+    play = Play(runner, overlap=overlap, config=CONFIG.model_copy(update={"prefix_cache": cache}))
     points = preempt_at or [()] * len(asked)
     guests: list[Guest] = []
     for request, at in zip(asked, points, strict=True):
