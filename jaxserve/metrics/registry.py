@@ -235,6 +235,11 @@ class Metrics:
         self.prefix_cache_copied_tokens = self._counter(
             "prefix_cache_copied_tokens", "Of those, in copies of a page's beginning.", "namespace"
         )
+        self.prefix_cache_waits = self._counter(
+            "prefix_cache_waits",
+            "Requests that waited for another's prompt instead of computing the same.",
+            "namespace",
+        )
         self.prefix_cache_evictions = self._counter(
             "prefix_cache_evictions", "Pages dropped to make room.", "namespace"
         )

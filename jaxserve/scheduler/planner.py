@@ -58,7 +58,7 @@ class Planner:
         self._reserves_all = reserve == "max_length"
         self._pool = pool
         self._needs = PageNeeds(pool, self.running, reserve=reserve)
-        self.reuse = PrefixReuse(pool, metrics)
+        self.reuse = PrefixReuse(pool, metrics, chunk_tokens=limits.max_chunk_tokens)
         self._limits = limits
         self._metrics = metrics
         self._max_chunks = min(config.max_chunks, limits.max_chunks)
@@ -375,6 +375,11 @@ class Planner:
         )
         if match is None:
             step.waits_for = "pages"
+            return None
+        if not self._is_static and self.reuse.should_wait(
+            sequence, match, step_id=self._next_step, is_in_flight=self.is_in_flight
+        ):
+            step.waits_for = "prefill"
             return None
         return sequence, match
 

@@ -1,11 +1,13 @@
 """What of a sequence the prefix cache spares, and what of it is kept for others."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Final
 
 from jaxserve.identity import CacheIdentity, find_difference
 from jaxserve.metrics import Metrics
 from jaxserve.request import Sequence
+from jaxserve.scheduler.fills import Fills
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.prefix_cache import CachedPage
 
@@ -45,7 +47,11 @@ class PrefixReuse:
     The cache's place of a sequence is remembered, so that no page is hashed twice for it.
     """
 
-    def __init__(self, pool: PagePool, metrics: Metrics) -> None:
+    def __init__(self, pool: PagePool, metrics: Metrics, *, chunk_tokens: int) -> None:
+        """Args:
+        chunk_tokens: most prompt tokens of a step.
+        """
+        self._fills = Fills(pool.page_size, chunk_tokens=chunk_tokens)
         self._pool = pool
         self._cache = pool.cache
         self._metrics = metrics
@@ -102,6 +108,29 @@ class PrefixReuse:
         num_pages += self._num_taken(match) - match.num_pages
         return match if num_pages <= num_free else None
 
+    def should_wait(
+        self,
+        sequence: Sequence,
+        match: Match,
+        *,
+        step_id: int,
+        is_in_flight: Callable[[Sequence], bool],
+    ) -> bool:
+        """Returns whether a sequence that could start waits for another that is filling its next
+        page; as `Fills.should_wait`."""
+        identity = sequence.request.cache_identity
+        if self._cache is None or identity is None:
+            return False
+        if sequence.request.sampling.prompt_logprobs is not None:
+            return False
+        had_waited = self._fills.has_waited(sequence)
+        waits = self._fills.should_wait(
+            sequence, match.last, step_id=step_id, is_in_flight=is_in_flight
+        )
+        if waits and not had_waited:
+            self._metrics.prefix_cache_waits.labels(self._label(identity)).inc()
+        return waits
+
     def num_held(self, sequence: Sequence) -> int:
         """Returns how many of a waiting sequence's pages are held by others already."""
         match = self.find(sequence)
@@ -124,6 +153,8 @@ class PrefixReuse:
         sequence.num_computed = match.num_tokens
         if not (sequence.num_preemptions or sequence.output):
             request.num_cached = match.num_tokens
+        if request.cache_identity is not None and self._cache is not None:
+            self._fills.start(sequence)
 
     def release_source(self, match: Match, *, step_id: int) -> None:
         """The copy is planned with a step: until that has retired the page stays what it is."""
@@ -181,6 +212,7 @@ class PrefixReuse:
 
     def leave(self, sequence: Sequence, *, is_in_flight: bool) -> None:
         """A sequence has ended; what is in flight may still tell that it was not finite."""
+        self._fills.leave(sequence)
         if is_in_flight:
             self._leaving[sequence.id] = sequence.last_step
         else:
@@ -195,6 +227,7 @@ class PrefixReuse:
     def check(self, live: set[int]) -> None:
         """Asserts that only live sequences, and those in flight, are remembered."""
         assert self._tails.keys() <= live | self._leaving.keys(), "an ended sequence is remembered"
+        self._fills.check(live)
 
     def _num_taken(self, match: Match) -> int:
         """Returns how many pages are no longer to be had once a match is taken."""

@@ -6,7 +6,7 @@ from typing import Literal
 from jaxserve.plan import Chunk, Fork, PageCopy, PromptScoring, RowLoad, StepLimits, StepPlan
 from jaxserve.request import Sequence
 
-RetireReason = Literal["pages", "rows", "results"]
+RetireReason = Literal["pages", "rows", "results", "prefill"]
 
 
 class StepBuilder:

@@ -136,6 +136,7 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "prefix_cache_hit_tokens": ("sharing", {"anonymous": 8 + 6}),
     "prefix_cache_reused_tokens": ("sharing", {"anonymous": 8 + 6}),
     "prefix_cache_copied_tokens": ("sharing", {"anonymous": 2}),
+    "prefix_cache_waits": ("sharing", {}),  # one after the other
     "prefix_cache_evictions": ("sharing", {"anonymous": 1, "other": 2}),
     "prefix_cache_refusals": ("sharing", {"other,owner": 1}),
     "overlapped_steps": ("script", {"": 15 - 3}),

@@ -7,7 +7,8 @@ import pytest
 
 from jaxserve.identity import CacheIdentity, sha256
 from jaxserve.plan import PageCopy
-from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.request import FinishReason, Request, SamplingParams, SequenceState
+from jaxserve.scheduler.fills import Fills
 from jaxserve.scheduler.prefix_cache import PrefixCache
 from tests.scheduler.loop import GREEDY, IDENTITY, Loop, Point
 
@@ -134,8 +135,9 @@ def test_a_preempted_sequence_takes_back_what_is_still_there() -> None:
 # what is not
 
 
-def test_two_prompts_of_one_step_share_nothing_and_one_of_them_is_kept() -> None:
-    loop = build_loop(chunk_tokens=24, step_tokens=None)
+def test_prompts_of_one_step_share_nothing_where_nobody_waits_and_are_kept_once() -> None:
+    """Static batching forms its batch at once."""
+    loop = build_loop(chunk_tokens=24, step_tokens=None, batching="static")
     first, second = loop.add(prompt_of(11), 4), loop.add(prompt_of(11), 4)
     loop.step()
     assert len(loop.plans[0].chunks) == 2
@@ -194,6 +196,98 @@ def test_a_request_without_an_identity_neither_reads_nor_is_read() -> None:
         assert request.num_cached == 0
     assert loop.cache is not None
     assert (len(loop.cache), count(loop, "queries")) == (0, 0)
+
+
+# who waits for another's prompt
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_comes_while_its_beginning_is_computed_waits_and_takes_it(depth: int) -> None:
+    loop = build_loop(depth=depth, max_len=48, num_pages=40)
+    leader = loop.add(prompt_of(30), 2)  # six chunks
+    same = [loop.add((*prompt_of(20), number), 2) for number in range(3)]
+    other = loop.add(tuple(range(100, 110)), 2)
+    loop.drain(max_steps=40)
+    assert leader.num_cached == 0
+    assert [request.num_cached for request in same] == [20, 20, 20]
+    # the two behind the one that waits find the pages when it is their turn
+    assert (other.num_cached, count(loop, "waits")) == (0, 1)
+    computed = sum(chunk.num_tokens for plan in loop.plans for chunk in plan.chunks)
+    assert computed <= 30 + 3 * 1 + 10 + 5 * 2  # and a surplus token each
+
+
+def test_it_starts_as_soon_as_the_pages_it_wants_are_there() -> None:
+    loop = build_loop(depth=1, max_len=48, num_pages=40)
+    leader = loop.add(prompt_of(30), 2)
+    follower = loop.add((*prompt_of(9), 1), 2)
+    while not loop.is_running(follower):
+        loop.step()
+    assert leader.sequences[0].num_computed < 30
+    assert follower.num_cached == 9
+    loop.drain(max_steps=40)
+
+
+@pytest.mark.parametrize("how", ["abort", "preempt"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nobody_waits_for_who_is_gone(how: str, depth: int) -> None:
+    loop = build_loop(depth=depth, max_len=48, num_pages=40)
+    leader, follower = loop.add(prompt_of(30), 2), loop.add(prompt_of(29), 2)
+    for _ in range(2):
+        loop.step()
+    assert not loop.is_running(follower)
+    getattr(loop, how)(leader)
+    loop.drain(max_steps=40)
+    assert loop.outcomes[follower] is FinishReason.MAX_TOKENS
+    assert count(loop, "waits") == 1
+
+
+def test_a_wait_is_for_one_prompt_only() -> None:
+    fills = Fills(4, chunk_tokens=5)
+    loop = build_loop(max_len=48, num_pages=40)
+    (first,), (second,), (follower,) = (loop.add(prompt_of(30), 2).sequences for _ in range(3))
+    for leader in (first, second):
+        leader.state = SequenceState.RUNNING
+        fills.start(leader)
+
+    def waits(step_id: int) -> bool:
+        return fills.should_wait(follower, None, step_id=step_id, is_in_flight=lambda _: False)
+
+    assert waits(1)
+    first.state = SequenceState.WAITING  # it was preempted; the other goes on
+    assert not waits(2)
+    first.state = SequenceState.RUNNING
+    assert not waits(3)
+
+
+def test_a_wait_ends_after_the_steps_that_the_prompt_takes_though_it_is_held_up() -> None:
+    fills = Fills(4, chunk_tokens=5)
+    loop = build_loop(max_len=48, num_pages=40)
+    leader, follower = loop.add(prompt_of(30), 2), loop.add(prompt_of(29), 2)
+    (leading,), (following,) = leader.sequences, follower.sequences
+    leading.state = SequenceState.RUNNING  # and is never paid
+    fills.start(leading)
+
+    def waits(step_id: int) -> bool:
+        return fills.should_wait(following, None, step_id=step_id, is_in_flight=lambda _: False)
+
+    # 28 tokens are six chunks, and their result is here three steps later
+    assert [waits(step_id) for step_id in range(1, 14)] == [True] * 10 + [False] * 3
+    fills.leave(following)
+    fills.leave(leading)
+    fills.check(set())
+
+
+def test_a_short_prompt_a_scored_one_and_another_tenants_wait_for_nobody() -> None:
+    loop = build_loop(depth=1, max_len=48, num_pages=60, rows=8, step_tokens=None)
+    loop.add(prompt_of(30), 2)
+    loop.step()
+    short = loop.add(prompt_of(4), 2)  # its only full page would hold its last token
+    scored = loop.add(prompt_of(9), 2, sampling=dataclasses.replace(GREEDY, prompt_logprobs=0))
+    other = loop.add(prompt_of(9), 2, identity=dataclasses.replace(IDENTITY, owner="x"))
+    loop.drain(max_steps=60)
+    assert count(loop, "waits") == 0
+    assert [request.num_cached for request in (scored, other)] == [0, 0]
+    assert short.num_cached in (0, 3)
 
 
 # what was not finite
