@@ -26,10 +26,13 @@ from tests.runner.driver import CONFIG, MODEL, tiny_params
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 MAX_MODEL_TOKENS = 40
-# Keys with a choice that take nothing away: a precision, an implementation, a way to fail.
+# Keys with a choice that make nothing faster: a precision, an implementation, a way to fail, what
+# is offered and to whom.
 NOT_MECHANISMS = {
     "model.dtype", "kv.dtype", "runner.attention", "runner.forbid_recompile", "metrics.prefix",
     "measure.phases", "measure.record_content", "log.format", "scheduler.policy",
+    "model.tool_parser", "model.reasoning_parser", "server.page", "server.reflection",
+    "server.vllm_engine", "auth.allow_open",
 }  # fmt: skip
 SPARE = Mechanism(
     name="spare",

@@ -20,6 +20,7 @@ _FLAGS: Final[Mapping[str, str]] = {
     "model.dtype": "dtype",
     "server.host": "host",
     "server.port": "port",
+    "server.vllm_engine": "vllm_engine",
     "server.http_host": "http_host",
     "server.http_port": "http_port",
     "metrics.port": "metrics_port",

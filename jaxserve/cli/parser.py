@@ -16,6 +16,7 @@ from jaxserve.cli import (
     config,
     convert,
     generate,
+    health,
     info,
     keys,
     report,
@@ -59,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     batch.add_parser(commands)
     serve.add_parser(commands)
     keys.add_parser(commands)
+    health.add_parser(commands)
     convert.add_parser(commands)
     config.add_parser(commands)
     buckets.add_parser(commands)

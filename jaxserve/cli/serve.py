@@ -61,6 +61,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="serve HTTP here; 0 picks a free port; over server.http_port (default: no HTTP)",
     )
+    parser.add_argument(
+        "--vllm-engine",
+        action="store_const",
+        const=True,
+        help="serve vllm.grpc.engine.VllmEngine beside our own services, for the gateway smg "
+        "(docs/smg.md; needs the extra smg); over server.vllm_engine",
+    )
     add_metrics_options(parser)
     parser.add_argument(
         "--trace-file",

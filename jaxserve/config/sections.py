@@ -345,6 +345,16 @@ class ServerSection(Section):
     drain_timeout_s: float = pydantic.Field(
         30.0, ge=0, description="After SIGTERM, how long running requests may finish."
     )
+    health_host: str = pydantic.Field(
+        "127.0.0.1", min_length=1, description="Address to bind for health_port."
+    )
+    health_port: int | None = pydantic.Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port with health alone, in plaintext, for probes that have no TLS "
+        "(docs/operations.md); 0 picks a free one. Unset: none.",
+    )
     reflection: bool = pydantic.Field(
         True, description="Tell gRPC clients what can be called; with keys, those that have one."
     )
@@ -363,6 +373,11 @@ class ServerSection(Section):
         True,
         description="Serve a page at / of the HTTP port: a chat, and the server's load "
         "(docs/page.md).",
+    )
+    http_allowed_hosts: tuple[str, ...] = pydantic.Field(
+        (),
+        description="Names by which requests may reach an open loopback http_host, besides "
+        "localhost and its addresses; for a proxy that passes its own name on.",
     )
     http_cors_origins: tuple[str, ...] = pydantic.Field(
         (),

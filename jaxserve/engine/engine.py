@@ -30,6 +30,7 @@ from jaxserve.errors import (
     JaxserveError,
     NotServingError,
     NumericsError,
+    QuotaError,
     RequestError,
     SlowReaderError,
 )
@@ -179,43 +180,54 @@ class Engine:
           EngineDeadError: the engine failed.
         """
         try:
-            self._intake.check_serving()
-            check_priority(self.config.scheduler, asked.priority)  # before a tenant's ceiling
-            asked = self.quotas.allow(asked)
-            request = limits.resolve(
-                asked,
-                model=self.quotas.narrow(self.model, asked.tenant),
-                tokenizer=self.tokenizer,
-                limits=self.config.limits,
-                now_s=self._clock(),
-            )
-            request.cache_identity = self._namespaces.find_identity(
-                request.tenant, asked.cache_salt, prompt_len=len(request.prompt)
-            )
-            self._scheduler.check_fits(
-                len(request.prompt), request.max_tokens, request.sampling.num_choices
-            )
-            live = build_live_request(
-                request,
-                tokenizer=self.tokenizer,
-                constraint=self._build_constraint(request, asked.structured_output),
-                max_bytes=self.config.limits.stream_buffer_bytes,
-                waker=self._waker,
-                on_cancel=functools.partial(self._intake.abort, request),
-                reader=ReaderAccount(
-                    self.metrics, self._clock, times_decoding=self.config.measure.phases
-                ),
-                delivery=delivery,
-                total=self._unread,
-                on_end=asked.on_end,
-            )
-            accept = functools.partial(self._accounts.accept, live)
-            with self.quotas.admitting(request):
-                self._intake.add(live, on_accept=accept)
+            return self.offer(asked, delivery=delivery)
         except JaxserveError as error:
-            self.metrics.count_refusal(error)
+            self.count_refusal(asked, error)
             raise
+
+    def offer(self, asked: GenerationRequest, *, delivery: Delivery = "taken") -> Stream:
+        """Does what `submit` does, but counts no refusal: the caller will offer it again, or counts
+        it."""
+        self._intake.check_serving()
+        check_priority(self.config.scheduler, asked.priority)  # before a tenant's ceiling
+        asked = self.quotas.allow(asked)
+        request = limits.resolve(
+            asked,
+            model=self.quotas.narrow(self.model, asked.tenant),
+            tokenizer=self.tokenizer,
+            limits=self.config.limits,
+            now_s=self._clock(),
+        )
+        request.cache_identity = self._namespaces.find_identity(
+            request.tenant, asked.cache_salt, prompt_len=len(request.prompt)
+        )
+        self._scheduler.check_fits(
+            len(request.prompt), request.max_tokens, request.sampling.num_choices
+        )
+        live = build_live_request(
+            request,
+            tokenizer=self.tokenizer,
+            constraint=self._build_constraint(request, asked.structured_output),
+            max_bytes=self.config.limits.stream_buffer_bytes,
+            waker=self._waker,
+            on_cancel=functools.partial(self._intake.abort, request),
+            reader=ReaderAccount(
+                self.metrics, self._clock, times_decoding=self.config.measure.phases
+            ),
+            delivery=delivery,
+            total=self._unread,
+            on_end=asked.on_end,
+        )
+        accept = functools.partial(self._accounts.accept, live)
+        with self.quotas.admitting(request):
+            self._intake.add(live, on_accept=accept)
         return live.stream
+
+    def count_refusal(self, asked: GenerationRequest, error: JaxserveError) -> None:
+        """Counts a request that is not accepted."""
+        self.metrics.count_refusal(error)
+        if isinstance(error, QuotaError):
+            self.quotas.count_refusal(asked.tenant, error)
 
     def abort(self, request_id: str, tenant: str = "") -> bool:
         """Ends a tenant's request with CANCELLED and its output so far; False if it is not here."""

@@ -1,5 +1,7 @@
 """Checks of one field's value, each with a message that names it and the fix."""
 
+import ctypes
+import math
 import operator
 from collections.abc import Sized
 from numbers import Integral, Real
@@ -59,7 +61,11 @@ def check_number(
     above: float | None = None,
     hint: str = "",
 ) -> float:
-    """Returns a finite number in [low, high], or in (above, high]; NaN is in neither."""
+    """Returns a finite number in [low, high], or in (above, high]; NaN is in neither.
+
+    Where a number came as a float32, as over gRPC, a bound is what a float32 makes of it: the one
+    nearest to 1e20 is greater, and the one nearest to 1e-6 is smaller.
+    """
     opening = f"[{low:g}" if above is None else f"({above:g}"
     wanted = f"a number in {opening}, {high:g}]" + (f"; {hint}" if hint else "")
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -68,7 +74,9 @@ def check_number(
         number = float(value)
     except OverflowError:  # an int beyond any float
         raise refusal(value, field, wanted) from None
-    if not low <= number <= high or (above is not None and number <= above):
+    lowest, highest = min(low, _as_float32(low)), max(high, _as_float32(high))
+    is_within = math.isfinite(number) and lowest <= number <= highest
+    if not is_within or (above is not None and number <= above):
         raise refusal(value, field, wanted)
     return number
 
@@ -93,6 +101,10 @@ def refusal(value: object, field: str, wanted: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"{_name(field)} is {_short(value)}, but must be {wanted}", field=field
     )
+
+
+def _as_float32(number: float) -> float:
+    return ctypes.c_float(number).value
 
 
 def _name(field: str) -> str:

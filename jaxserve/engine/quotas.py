@@ -187,6 +187,11 @@ class Quotas:
         self._metrics.tenant_prompt_tokens.labels(label).inc(len(request.prompt))
         self._metrics.tenant_output_tokens.labels(label).inc(output_tokens)
 
+    def count_refusal(self, tenant: str, error: QuotaError) -> None:
+        """Counts a request that was refused because a quota was used up."""
+        label = self._metrics.tenants.label(tenant)
+        self._metrics.tenant_quota_refusals.labels(label, error.quota).inc()
+
     @property
     def num_live(self) -> int:
         """Requests that were let in and not given back."""
@@ -258,7 +263,6 @@ class Quotas:
     def _refuse(
         self, account: _Account, quota: str, limit: float, used: float, retry_after_s: float
     ) -> None:
-        self._metrics.tenant_quota_refusals.labels(account.label, quota).inc()
         raise QuotaError(
             f"{quota} is used up: {used:.0f} of {limit:.0f}; try again in {retry_after_s:.1f} s",
             quota=quota,

@@ -87,6 +87,7 @@ class Metrics:
         self.http_requests = self._counter(
             "http_requests", "HTTP requests that ended.", "route", "status"
         )
+        self.open_calls = self._gauge("open_calls", "Calls open now, over gRPC and HTTP.")
         self.trace_spans_exported = self._counter(
             "trace_spans_exported", "Spans of requests that the collector took."
         )

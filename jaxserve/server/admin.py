@@ -26,6 +26,7 @@ from jaxserve.errors import (
 )
 from jaxserve.gen import admin_pb2, admin_pb2_grpc
 from jaxserve.metrics import Metrics
+from jaxserve.server.convert import read_seconds
 from jaxserve.server.door import Door
 from jaxserve.server.edge import Context, Edge
 from jaxserve.server.listeners import bind_admin, build_options, find_socket
@@ -256,7 +257,7 @@ def _duration(seconds: float) -> duration_pb2.Duration:
 
 
 def _seconds(duration: duration_pb2.Duration, field: str, *, low: float, high: float) -> float:
-    seconds: float = duration.seconds + duration.nanos / 1e9
+    seconds = read_seconds(duration, field)
     if not low <= seconds <= high:
         raise InvalidRequestError(
             f"{field} is {seconds:g} s, but must be in [{low:g} s, {high:g} s]", field=field

@@ -15,10 +15,13 @@ from jaxserve.errors import ConfigError
 from jaxserve.gen import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from jaxserve.metrics import Metrics
 from jaxserve.server.admin import AdminServer
+from jaxserve.server.arrivals import ArrivalInterceptor
 from jaxserve.server.door import Door
 from jaxserve.server.edge import Edge
 from jaxserve.server.generation import GenerationServicer
 from jaxserve.server.guard import GuardInterceptor
+from jaxserve.server.health_listener import HealthListener
+from jaxserve.server.health_servicer import HealthServicer
 from jaxserve.server.http import HttpServer
 from jaxserve.server.listeners import bind_tcp, build_options, check_exposure, format_address
 from jaxserve.server.models import ModelServicer
@@ -64,7 +67,7 @@ class Server:
         self.port = 0
         self.door = Door(config, metrics, read_config=read_config)
         self._config = config
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
+        self._health = HealthServicer()
         self._states: asyncio.Queue[EngineState] = asyncio.Queue()
         self._has_ended = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -79,6 +82,8 @@ class Server:
         self._server = self._build()
         self._admin = AdminServer(self.door) if config.admin.address else None
         self._http = HttpServer(self.door) if config.server.http_port is not None else None
+        is_probed = config.server.health_port is not None
+        self._probes = HealthListener(self._health, config) if is_probed else None
 
     @property
     def address(self) -> str:
@@ -93,6 +98,11 @@ class Server:
     def http(self) -> HttpServer | None:
         """Where it speaks HTTP; None where the configuration says nowhere."""
         return self._http
+
+    @property
+    def probes(self) -> HealthListener | None:
+        """Where its health alone is told; None where the configuration says nowhere."""
+        return self._probes
 
     async def start(self) -> None:
         """Listens; every call but health and reflection is UNAVAILABLE until `attach`.
@@ -109,6 +119,8 @@ class Server:
                 await self._admin.start()
             if self._http is not None:
                 await self._http.start()
+            if self._probes is not None:
+                await self._probes.start()
         except ConfigError:
             self.door.close()
             raise
@@ -145,6 +157,8 @@ class Server:
             await self._admin.stop(min(grace_s, LAST_WORDS_S))
         if self._http is not None:
             await self._http.stop()
+        if self._probes is not None:
+            await self._probes.stop(min(grace_s, LAST_WORDS_S))
         for task in self._tasks:
             task.cancel()
         if self.door.tracing is not None:
@@ -175,6 +189,7 @@ class Server:
             interceptors=[
                 GuardInterceptor(self._edge),
                 ProbeInterceptor(),
+                ArrivalInterceptor(self._edge),
                 UndecodableInterceptor(self._edge),
             ],
             maximum_concurrent_rpcs=num_calls,

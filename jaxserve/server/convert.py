@@ -26,6 +26,7 @@ SCALARS: Final = (
     "seed",
 )
 PROTO_NAMES: Final = {"chat.tools": "chat.tools_json"}
+NANOS: Final = 1_000_000_000  # of a second
 TEXT_FORMS: Final[dict[str, Literal["json_schema", "regex", "lark"]]] = {
     "json_schema": "json_schema",
     "regex": "regex",
@@ -70,7 +71,9 @@ def read_generate(
         priority=message.priority,
         deadline_s=deadline_s,
         queue_timeout_s=(
-            _seconds(message.queue_timeout) if message.HasField("queue_timeout") else None
+            read_seconds(message.queue_timeout, "queue_timeout")
+            if message.HasField("queue_timeout")
+            else None
         ),
         cache_salt=message.cache_salt,
     )
@@ -184,5 +187,17 @@ def _optional[T](message: Message, name: str, default: T) -> T:
     return getattr(message, name) if message.HasField(name) else default
 
 
-def _seconds(duration: duration_pb2.Duration) -> float:
-    return duration.seconds + duration.nanos / 1e9
+def read_seconds(duration: duration_pb2.Duration, field: str) -> float:
+    """Returns a duration's seconds.
+
+    Raises:
+      InvalidRequestError: it is none: -1 s and 2 billion ns would be one second.
+    """
+    seconds, nanos = duration.seconds, duration.nanos
+    if abs(nanos) >= NANOS or (seconds and nanos and (seconds < 0) != (nanos < 0)):
+        refuse(
+            f"{field} has seconds {seconds} and nanos {nanos}, but nanos must be less than a "
+            "second and of the same sign",
+            field,
+        )
+    return seconds + nanos / NANOS

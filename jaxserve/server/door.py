@@ -46,7 +46,7 @@ class Door:
         self.config = config
         self.metrics = metrics
         self.credentials = Credentials(config, metrics, read_config=read_config)
-        self.open_calls = OpenCalls(config.limits)
+        self.open_calls = OpenCalls(config.limits, metrics.open_calls)
         self.threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="jaxserve-text")
         self.form_threads = ThreadPoolExecutor(NUM_FORM_THREADS, thread_name_prefix="jaxserve-form")
         self.drain: Callable[[float | None], None] | None = None

@@ -119,19 +119,24 @@ class Edge:
           operation: what a call is traced as; None makes no span.
         """
         span = self._open_span(context, operation, request_id)
-        async with self._counting(context, method, request_id, span):
+        counting = self._counting(context, method, request_id, span)
+        async with counting, contextlib.AsyncExitStack() as held:
             with self._counting_request(method):
-                self._open_calls.check()
                 tenant = self.tenant_of(context)
+                held.enter_context(self._open_calls.taking_place())
             structlog.contextvars.bind_contextvars(tenant=tenant.name or NOBODYS)
             yield Entered(tenant=tenant, span=span)
 
-    async def refuse(self, context: Context, method: str, error: UnauthenticatedError) -> None:
+    def taking_place(self) -> contextlib.AbstractContextManager[None]:
+        """Takes a place for a call that has not entered yet; see `OpenCalls.taking_place`."""
+        return self._open_calls.taking_place()
+
+    async def refuse(self, context: Context, method: str, error: JaxserveError) -> NoReturn:
         """Ends a call that may not even begin."""
         async with self._counting(context, method, "", None):
             with self._counting_request(method):
-                self._open_calls.check()
                 raise error
+        raise AssertionError("a call that is refused has ended")
 
     @contextlib.asynccontextmanager
     async def _counting(
@@ -139,7 +144,9 @@ class Edge:
     ) -> AsyncIterator[None]:
         """Counts a call among the open ones, and ends it."""
         # the tenant is known later: this has it forgotten at the end
-        facts = {"tenant": NOBODYS, **({"request_id": request_id} if request_id else {})}
+        facts = {"tenant": NOBODYS}
+        if request_id and is_printable(request_id):  # what is refused for itself is not written
+            facts["request_id"] = request_id
         with structlog.contextvars.bound_contextvars(**facts), self._open_calls.counting():
             async with self._ending(context, method, request_id, span):
                 yield
@@ -265,9 +272,15 @@ def find_request_id(asked: str, context: Context) -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
+def is_printable(request_id: str) -> bool:
+    """Whether an id can stand in a header and in a line of the log."""
+    is_plain = request_id.isascii() and request_id.isprintable()
+    return is_plain and request_id == request_id.strip()
+
+
 def check_request_id(request_id: str) -> None:
     """Raises InvalidRequestError for an id that cannot be echoed in a header or a log line."""
-    if not (request_id.isascii() and request_id.isprintable()) or request_id != request_id.strip():
+    if not is_printable(request_id):
         raise InvalidRequestError(
             "request_id must be printable ASCII without spaces at its ends; use letters, digits "
             "and dashes",

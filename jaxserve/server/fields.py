@@ -1,6 +1,6 @@
 """Which fields of each request message work, and the refusal of all others by name."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Final
 
 from google.protobuf.message import Message
@@ -118,7 +118,15 @@ def refuse_unsupported(message: Message) -> None:
       UnsupportedError: names the first field that this version does not support, or the number of
         one that it does not know (a newer client's).
     """
-    supported = SUPPORTED[message.DESCRIPTOR.full_name]
+    refuse_fields(message, SUPPORTED[message.DESCRIPTOR.full_name])
+
+
+def refuse_fields(message: Message, supported: Set[str]) -> None:
+    """The same, with the paths that are supported.
+
+    Args:
+      supported: from the message down, through messages of its own package.
+    """
     for path in _set_paths(message, ""):
         if path not in supported:
             raise UnsupportedError(
@@ -134,7 +142,9 @@ def _set_paths(message: Message, prefix: str) -> Iterator[str]:
         path = f"{prefix}{field.name}"
         yield path
         entry = field.message_type
-        if entry is None or entry.GetOptions().map_entry or entry.file.package != "jaxserve.v1":
+        if entry is None or entry.GetOptions().map_entry:
+            continue
+        if entry.file.package != message.DESCRIPTOR.file.package:
             continue
         for child in (value,) if isinstance(value, Message) else value:
             yield from _set_paths(child, f"{path}.")

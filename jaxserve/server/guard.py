@@ -6,7 +6,7 @@ from typing import Any, Final, override
 import grpc
 
 from jaxserve.errors import UnauthenticatedError
-from jaxserve.server.edge import Edge
+from jaxserve.server.edge import Edge, find_method
 
 FREE: Final = "/grpc.health.v1.Health/"  # probes have no keys
 
@@ -30,7 +30,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         try:
             self._edge.authenticate(handler_call_details.invocation_metadata)
         except UnauthenticatedError as error:
-            return self._refuse(error, method.rpartition("/")[2])
+            return self._refuse(error, find_method(method))
         return handler
 
     def _refuse(

@@ -10,6 +10,7 @@ from jaxserve.engine import Engine, Stream
 from jaxserve.engine.events import Finished, Started, Usage
 from jaxserve.errors import (
     DeadlineError,
+    JaxserveError,
     PermissionDeniedError,
     QueueFullError,
     QuotaError,
@@ -107,8 +108,8 @@ class ScoreCall:
             on_end=self._span.note_end if self._span else None,
         )
 
-        def submit() -> Stream:
-            stream = self._engine.submit(asked)
+        def offer() -> Stream:
+            stream = self._engine.offer(asked)
             if self._span is not None:
                 self._span.accept()
             return stream
@@ -117,15 +118,21 @@ class ScoreCall:
             while not self._is_cancelled:
                 self._one_ended.clear()
                 try:
-                    stream = await submit_in_thread(self._threads, submit, stream_of=_itself)
-                except (QueueFullError, QuotaError):
-                    if not self._streams and not self._one_ended.is_set():
+                    stream = await submit_in_thread(self._threads, offer, stream_of=_itself)
+                except JaxserveError as error:
+                    if not self._may_wait(error):
+                        self._engine.count_refusal(asked, error)
                         raise
                 else:
                     self._streams.add(stream)
                     return stream
                 await self._one_ended.wait()
         raise RequestCancelledError(CANCELLED)
+
+    def _may_wait(self, error: JaxserveError) -> bool:
+        """Whether an item that is refused finds room when another one of this call has ended."""
+        has_others = bool(self._streams) or self._one_ended.is_set()
+        return has_others and isinstance(error, QueueFullError | QuotaError)
 
     async def _read(self, stream: Stream) -> tuple[Sequence[TokenLogprobs], Usage]:
         logprobs: Sequence[TokenLogprobs] = ()

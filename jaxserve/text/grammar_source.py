@@ -9,6 +9,7 @@ import llguidance
 
 from jaxserve.errors import BadGrammarError
 from jaxserve.request import StructuredOutput
+from jaxserve.text.json_schemas import narrow_formats
 
 FIELDS: Final[Mapping[str, str]] = {
     "json_schema": "structured_output.json_schema",
@@ -92,7 +93,7 @@ def _join(schema: Mapping[str, object]) -> str:
 
 def _read_schema(text: str, field: str) -> Mapping[str, object]:
     try:
-        schema = json.loads(text)
+        schema = narrow_formats(json.loads(text))
     except (ValueError, RecursionError) as error:
         what = "nested too deeply" if isinstance(error, RecursionError) else f"not JSON: {error}"
         raise BadGrammarError(f"the JSON Schema is {what}; repair it", field=field) from None

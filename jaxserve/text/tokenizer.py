@@ -18,6 +18,7 @@ from jaxserve.text.shield import Shield, split_marked, strings_in
 from jaxserve.text.token_bytes import read_byte_rules
 
 NUM_UINT32 = 1 << 32
+LONG_CHARS = 4096  # up to this, the front ends have a text encoded on their event loop
 
 
 class Tokenizer:
@@ -180,24 +181,36 @@ class Tokenizer:
         Raises:
           InvalidRequestError: the text is not valid Unicode.
         """
-        return self.encode_with_offsets(text, add_special_tokens=add_special_tokens)[0]
+        _check_unicode(text)
+        ids = _encode(self._backend, text).ids
+        return self._surround(ids) if add_special_tokens else ids
 
     def encode_with_offsets(
         self, text: str, *, add_special_tokens: bool = True
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns ids and, for each, the [start, end) characters of the text it came from."""
         _check_unicode(text)
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = _encode(self._backend, text)
         ids, offsets = encoding.ids, encoding.offsets
         if not add_special_tokens:
             return ids, offsets
-        prefix, suffix = self._prefix_ids, self._suffix_ids
-        if prefix and ids[: len(prefix)] != prefix:
-            ids, offsets = prefix + ids, [(0, 0)] * len(prefix) + offsets
-        if suffix and ids[-len(suffix) :] != suffix:
-            end = (len(text), len(text))
-            ids, offsets = ids + suffix, offsets + [end] * len(suffix)
-        return ids, offsets
+        if self._lacks_prefix(ids):
+            offsets = [(0, 0)] * len(self._prefix_ids) + offsets
+        if self._lacks_suffix(ids):
+            offsets = offsets + [(len(text), len(text))] * len(self._suffix_ids)
+        return self._surround(ids), offsets
+
+    def _surround(self, ids: list[int]) -> list[int]:
+        prefix = self._prefix_ids if self._lacks_prefix(ids) else []
+        suffix = self._suffix_ids if self._lacks_suffix(ids) else []
+        return prefix + ids + suffix
+
+    def _lacks_prefix(self, ids: list[int]) -> bool:
+        return ids[: len(self._prefix_ids)] != self._prefix_ids
+
+    def _lacks_suffix(self, ids: list[int]) -> bool:
+        suffix = self._suffix_ids
+        return bool(suffix) and ids[-len(suffix) :] != suffix
 
     def encode_beginning(self, text: str) -> list[int]:
         """Returns the ids of a text that goes on: as `encode`, without what goes last."""
@@ -314,12 +327,24 @@ class Tokenizer:
     def _encode_inside(self, backend: tokenizers.Tokenizer, text: str, is_first: bool) -> list[int]:
         """Returns the ids of a text that stands inside another: no space is put before it."""
         if is_first or not self._prefixes_space:
-            return list(backend.encode(text, add_special_tokens=False).ids)
+            return list(_encode(backend, text).ids)
         newline = self._plain.encode("\n", add_special_tokens=False).ids
-        ids = list(backend.encode("\n" + text, add_special_tokens=False).ids)
+        ids = list(_encode(backend, "\n" + text).ids)
         if ids[: len(newline)] == newline:
             return ids[len(newline) :]
-        return list(backend.encode(text, add_special_tokens=False).ids)
+        return list(_encode(backend, text).ids)
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    """Returns what a text is encoded to; a long one lets other threads run meanwhile.
+
+    `encode` holds the interpreter's lock, and 4 MB take it half a minute. The form for many texts
+    does not, but it waits for a place among as many as there are processors, which a short text
+    should not.
+    """
+    if len(text) <= LONG_CHARS:
+        return backend.encode(text, add_special_tokens=False)
+    return backend.encode_batch([text], add_special_tokens=False)[0]
 
 
 def _read_surrounding_ids(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:

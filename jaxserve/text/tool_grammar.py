@@ -9,6 +9,7 @@ from jaxserve.errors import InvalidRequestError, UnsupportedError
 from jaxserve.request import StructuredOutput
 from jaxserve.text.chat_output.tools import functions_of, parameter_types
 from jaxserve.text.grammar_source import JSON_STYLE, OWN_KEY
+from jaxserve.text.json_schemas import Schema, map_schemas, narrow_formats
 from jaxserve.text.tokenizer import Tokenizer
 
 FIELD: Final = "chat.tools_json"
@@ -16,7 +17,6 @@ MAX_CALLS: Final = 16  # of an output that must call, in formats that write seve
 _END_VALUE: Final = '"\\n</parameter>\\n"'
 # A function without parameters takes an empty object.
 _NO_PARAMETERS: Final[Mapping[str, object]] = {"type": "object", "additionalProperties": False}
-_PLAIN_VALUES: Final = frozenset({"const", "enum", "default", "examples"})
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -243,24 +243,21 @@ def _with_definitions(schema: Mapping[str, object], function: _Function) -> Mapp
 
 def _inline(schema: Mapping[str, object], function: _Function) -> str:
     style = {**JSON_STYLE, "lenient": not function.is_strict}
-    return f"%json {json.dumps({**schema, OWN_KEY: style})}"
+    kept = narrow_formats(schema)
+    assert isinstance(kept, dict)
+    return f"%json {json.dumps({**kept, OWN_KEY: style})}"
 
 
 def _move_references(schema: object, place: str) -> object:
     """Returns the schema as it must read at `place` of another one."""
-    match schema:
-        case Mapping():
-            return {
-                key: f"{place}{value[1:]}"
-                if key == "$ref" and isinstance(value, str) and value.startswith("#")
-                else value
-                if key in _PLAIN_VALUES
-                else _move_references(value, place)
-                for key, value in schema.items()
-            }
-        case list() | tuple():
-            return [_move_references(item, place) for item in schema]
-    return schema
+
+    def move(part: Schema) -> Schema:
+        reference = part.get("$ref")
+        if not (isinstance(reference, str) and reference.startswith("#")):
+            return part
+        return {**part, "$ref": f"{place}{reference[1:]}"}
+
+    return map_schemas(schema, move)
 
 
 def _start_of(thought: Thought | None) -> str:

@@ -1,7 +1,7 @@
 # Sourced by the judges: where their files are, and the interpreters of the peers.
 # The peers live in venvs outside the tree: in JUDGES_DIR, by default in the user's cache folder (torch
-# is large, and llama.cpp compiles for some minutes the first time), or wherever TRANSFORMERS_PYTHON and
-# LLAMACPP_PYTHON, interpreters that have them, say.
+# is large, and llama.cpp compiles for some minutes the first time), or wherever TRANSFORMERS_PYTHON,
+# LLAMACPP_PYTHON and the like, interpreters that have them, say.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 judges=${JUDGES_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/jaxserve/judges}
@@ -21,3 +21,8 @@ venv() { # venv NAME PACKAGE...: prints the interpreter of a venv that has them
 }
 transformers_python() { echo "${TRANSFORMERS_PYTHON:-$(venv transformers torch transformers accelerate gguf)}"; }
 llamacpp_python() { echo "${LLAMACPP_PYTHON:-$(venv llamacpp llama-cpp-python)}"; }
+openai_python() { echo "${OPENAI_PYTHON:-$(venv openai openai)}"; }
+pydantic_ai_python() { echo "${PYDANTIC_AI_PYTHON:-$(venv pydantic_ai 'pydantic-ai-slim[openai]')}"; }
+lm_eval_python() { echo "${LM_EVAL_PYTHON:-$(venv lm_eval 'lm-eval[api]==0.4.13' transformers)}"; }
+aiperf_python() { echo "${AIPERF_PYTHON:-$(venv aiperf 'aiperf==0.13.0')}"; }
+schemathesis_python() { echo "${SCHEMATHESIS_PYTHON:-$(venv schemathesis 'schemathesis==4.32.5')}"; }

@@ -33,9 +33,16 @@ VALUES: dict[str, tuple[str, object]] = {
     "admin.address": ("unix:/a", "unix:/a"),
     "limits.max_header_bytes": ("20000", 20000),
     "prefix_cache.shared_namespaces": ('{"team": ["a", "b"]}', {"team": ["a", "b"]}),
+    "sampling.frequency_penalty": ("-0.5", -0.5),
+    "sampling.min_p": ("0.25", 0.25),
+    "sampling.presence_penalty": ("0.5", 0.5),
+    "sampling.top_p": ("0.75", 0.75),
+    "server.http_allowed_hosts": ('["a.example"]', ["a.example"]),
     "server.http_cors_origins": ('["http://a.example"]', ["http://a.example"]),
     "tenants.default": ('{"max_priority": 7}', OPEN | {"max_priority": 7}),
     "tenants.named": (f'{{"acme": {FREE}}}', {"acme": OPEN}),
+    "tracing.endpoint": ("http://a.example:4317", "http://a.example:4317"),
+    "tracing.sample_ratio": ("0.25", 0.25),
 }
 # Keys that a key needs beside it in the file.
 BESIDE = {

@@ -107,7 +107,9 @@ def test_what_a_server_traced_is_shown(
 ) -> None:
     """Also where its engine failed."""
 
-    def serve(load_engine: Callable[[], Engine], config: Config, metrics: Metrics) -> int:
+    def serve(
+        load_engine: Callable[[], Engine], config: Config, metrics: Metrics, **options: object
+    ) -> int:
         engine = load_engine()
         engine.start()
         gather(engine.submit(ask((1, 2), id="its-request")))
@@ -126,7 +128,9 @@ def test_what_a_server_traced_is_shown(
 def test_a_server_without_a_trace_keeps_nothing(
     loaded: list[Config], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def serve(load_engine: Callable[[], Engine], config: Config, metrics: Metrics) -> int:
+    def serve(
+        load_engine: Callable[[], Engine], config: Config, metrics: Metrics, **options: object
+    ) -> int:
         assert load_engine().trace is None
         return 0
 

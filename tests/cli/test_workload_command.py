@@ -216,7 +216,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
         engines.append(build_engine(metrics=metrics)[0])
         return engines[0]
 
-    def serve(load: Callable[[], Engine], config: Config, metrics: Metrics) -> int:
+    def serve(
+        load: Callable[[], Engine], config: Config, metrics: Metrics, **options: object
+    ) -> int:
         engine = load()
         engine.start()
         gather(engine.submit(ask((1, 2, 3), max_tokens=4)))

@@ -57,8 +57,10 @@ async def gather(events: AsyncIterator[Event]) -> list[Event]:
 
 @ASYNC
 async def test_both_clients_give_the_same_records() -> None:
-    engine = {"script": SCRIPT, "prefix_cache": NO_CACHE}
-    async with run_server(**engine) as running, AsyncClient(running.target) as client:
+    async with (
+        run_server(script=SCRIPT, prefix_cache=NO_CACHE) as running,
+        AsyncClient(running.target) as client,
+    ):
         options: GenerateOptions = {"request_id": "r", "include_token_ids": True}
         first = await client.generate("Hi!", **options)
         second = await blocking(running, lambda c: c.generate("Hi!", **options))

@@ -86,7 +86,7 @@ def test_a_reader_that_is_slow_but_not_too_slow_gets_everything() -> None:
             pass  # not a single event is read before the end
         output = gather(stream)
     assert output.token_ids == expected_output((1,), GREEDY, 30)
-    assert len(output.deltas) == 1
+    assert len(output.deltas) <= 2  # what is held back for a character may come by itself
 
 
 class BrokenSchedule(Scheduler):
@@ -193,7 +193,10 @@ def test_the_log_has_one_line_a_request_and_never_its_text(
         output = gather(engine.submit(ask("psst!", id="r\n7", ignore_eos=True)))
     lines = [r.message for r in caplog.records if r.message.startswith("finished")]
     assert len(lines) == 1
-    assert "request_id='r\\n7' reason=max_tokens prompt_tokens=5 output_tokens=8" in lines[0]
+    assert (
+        "request_id='r\\n7' tenant=anonymous reason=max_tokens prompt_tokens=5 output_tokens=8"
+        in lines[0]
+    )
     assert "psst" not in caplog.text
     assert output.text not in caplog.text
 

@@ -163,6 +163,27 @@ def test_the_largest_and_smallest_allowed_values_pass(name: str, value: Any) -> 
     assert admit(**{name: value}).prompt == (1, 2, 3)
 
 
+# What a float32 makes of a bound may lie a little beyond it, and gRPC sends float32.
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 1e6), ("temperature", 1e-5), ("top_p", 1e-9), ("min_p", 1),
+        ("repetition_penalty", 1e-6), ("repetition_penalty", 1e6), ("presence_penalty", -2),
+    ],
+)  # fmt: skip
+def test_a_bound_that_was_sent_as_a_float32_is_allowed(name: str, value: float) -> None:
+    fields: dict[str, Any] = {name: float(np.float32(value))}
+    assert admit(**fields).prompt == (1, 2, 3)
+
+
+@pytest.mark.parametrize("value", [-1e20, 1e20])
+def test_a_bias_at_its_bound_may_be_a_float32(value: float) -> None:
+    bias = {5: float(np.float32(value))}
+    assert admit(logit_bias=bias).sampling.logit_bias == bias
+    with pytest.raises(InvalidRequestError, match=r"must be a number in \[-1e\+20, 1e\+20\]"):
+        admit(logit_bias={5: value * 1.0001})
+
+
 def test_everything_is_resolved() -> None:
     request = admit(
         "héllo", stop_token_ids=(10, EOS_ID), max_tokens=5, seed=7, priority=2, id="mine",

@@ -140,6 +140,8 @@ def test_vllms_extras_are_sent_only_where_they_are_asked_for() -> None:
     body = peer.asked[0]
     assert (body["ignore_eos"], body["top_k"], body["return_token_ids"]) == (True, 5, True)
     assert body["priority"] == -2
+    read(peer.target(extras="jaxserve"), build_ask(sampling=sampling, priority=2))
+    assert peer.asked[1] == {**body, "priority": 2}
     assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     with pytest.raises(ConfigError, match="ignore_eos, top_k: not of OpenAI's API"):
         read(peer.target(), build_ask(sampling=sampling))

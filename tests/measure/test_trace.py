@@ -18,7 +18,7 @@ from tests.metrics.script import run_script
 
 S = 1e6  # in a trace's microseconds
 HOST, DEVICE, ROWS, REQUESTS = 1, 2, 3, 4
-DISPATCH, WAIT = 4, 5
+DISPATCH, WAIT = 4, 6
 
 
 @pytest.fixture(scope="module")

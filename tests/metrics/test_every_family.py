@@ -77,6 +77,7 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
         "server",
         {"/v1/completions,200": 1, "/v1/completions,400": 1, "/health,200": 1, "other,404": 1},
     ),
+    "open_calls": ("server", {}),  # tests/server/test_metrics.py sees them open
     "trace_spans_exported": ("tenants", {}),  # tests/server/tracing has what they count
     "trace_spans_dropped": ("tenants", {}),
     "prompt_tokens": ("script", {"": 9 + 3 + 2 + 1}),  # not LATE's

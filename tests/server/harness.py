@@ -128,17 +128,17 @@ def watch(engine: Engine) -> tuple[list[GenerationRequest], list[str]]:
     """Returns lists that the engine's submits and aborts will be written to."""
     submitted: list[GenerationRequest] = []
     aborts: list[str] = []
-    submit, abort = engine.submit, engine._intake.abort
+    offer, abort = engine.offer, engine._intake.abort
 
-    def watched_submit(asked: GenerationRequest, *, delivery: Delivery = "taken") -> Stream:
+    def watched_offer(asked: GenerationRequest, *, delivery: Delivery = "taken") -> Stream:
         submitted.append(asked)
-        return submit(asked, delivery=delivery)
+        return offer(asked, delivery=delivery)
 
     def watched_abort(request: Request) -> None:
         aborts.append(request.id)
         abort(request)
 
-    engine.submit = watched_submit  # type: ignore[method-assign]
+    engine.offer = watched_offer  # type: ignore[method-assign]
     engine._intake.abort = watched_abort  # type: ignore[method-assign]
     return submitted, aborts
 

@@ -188,6 +188,16 @@ def test_a_timeout_keeps_its_fraction_and_zero_stays_zero_to_be_refused() -> Non
     assert read(message).queue_timeout_s == 0.0
 
 
+@pytest.mark.parametrize(
+    ("seconds", "nanos"), [(-1, 2_000_000_000), (0, 1_000_000_000), (1, -1), (-1, 1)]
+)
+def test_a_timeout_that_is_no_duration_is_refused(seconds: int, nanos: int) -> None:
+    duration = duration_pb2.Duration(seconds=seconds, nanos=nanos)
+    message = generation_pb2.GenerateRequest(text="x", queue_timeout=duration)
+    with pytest.raises(InvalidRequestError, match="queue_timeout has seconds"):
+        read(message)
+
+
 def test_every_reason_has_a_number_of_its_own_and_the_client_knows_it() -> None:
     assert answers.FINISH_REASONS.keys() == set(FinishReason)
     assert {number: reason for reason, number in answers.FINISH_REASONS.items()} == READ_REASONS

@@ -32,7 +32,9 @@ def walk(
         path = f"{prefix}{field.name}"
         yield path, (field,)
         child = field.message_type
-        if child is None or child.GetOptions().map_entry or child.file.package != "jaxserve.v1":
+        if child is None or child.GetOptions().map_entry:
+            continue
+        if child.file.package != message.file.package:
             continue
         for inner, fields in walk(child, f"{path}."):
             yield inner, (field, *fields)

@@ -34,9 +34,9 @@ PROMPT = tuple(b"Hi!")
 
 async def test_the_unary_answer_is_the_stream_put_together() -> None:
     answer = [*"h🌶é, stop here".encode(), EOS_ID]
-    asked = {"script": say({PROMPT: answer}), "prefix_cache": NO_CACHE}
+    script = say({PROMPT: answer})
     async with (
-        run_server(**asked) as running,
+        run_server(script=script, prefix_cache=NO_CACHE) as running,
         connect(running) as client,
     ):
         for options in ({}, {"stop_strings": ["op"]}, {"max_tokens": 3}, {"stream_interval": 4}):

@@ -55,6 +55,19 @@ async def test_a_server_is_alive_before_it_is_ready_and_refuses_until_then() -> 
     await server.stop(5.0)
 
 
+async def test_the_states_of_all_services_at_once() -> None:
+    async with run_server() as running, grpc.aio.insecure_channel(running.target) as channel:
+        asked = health_pb2.HealthListRequest()
+        found = (await health_pb2_grpc.HealthStub(channel).List(asked)).statuses
+        states = {service: response.status for service, response in found.items()}
+        assert states == {"": SERVING, GENERATION: SERVING}
+        await asyncio.to_thread(running.engine.stop)
+        await running.server.wait_ended()
+        found = (await health_pb2_grpc.HealthStub(channel).List(asked)).statuses
+        states = {service: response.status for service, response in found.items()}
+        assert states == {"": SERVING, GENERATION: NOT_SERVING}
+
+
 async def test_a_watcher_sees_each_change() -> None:
     steps = Steps()
     async with run_server(steps) as running, connect(running) as client:
@@ -124,12 +137,8 @@ async def test_reflection_tells_services_and_their_messages(version: str) -> Non
             request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
             response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
         )
-        symbols = ("jaxserve.v1.GenerationService", "jaxserve.v1.ModelService")
-        questions = [
-            reflection_pb2.ServerReflectionRequest(list_services=""),
-            *(reflection_pb2.ServerReflectionRequest(file_containing_symbol=s) for s in symbols),
-        ]
-        listed, *files = [answer async for answer in method(iter(questions))]
+        listing = reflection_pb2.ServerReflectionRequest(list_services="")
+        (listed,) = [answer async for answer in method(iter([listing]))]
         names = {service.name for service in listed.list_services_response.service}
         assert names == {
             "jaxserve.v1.GenerationService",
@@ -138,6 +147,11 @@ async def test_reflection_tells_services_and_their_messages(version: str) -> Non
             "grpc.reflection.v1.ServerReflection",
             "grpc.reflection.v1alpha.ServerReflection",
         }
+        symbols = sorted(names)  # what is listed is described, or `buf curl --list-methods` fails
+        questions = [
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=s) for s in symbols
+        ]
+        files = [answer async for answer in method(iter(questions))]
         assert len(files) == len(symbols)
         for answer, symbol in zip(files, symbols, strict=True):
             (described, *_) = answer.file_descriptor_response.file_descriptor_proto

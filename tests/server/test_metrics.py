@@ -292,6 +292,18 @@ async def test_every_token_computed_is_accounted_for(seed: int) -> None:
     )
 
 
+async def test_open_calls_are_a_level() -> None:
+    steps = Steps()
+    async with run_server(steps) as running, connect(running) as client:
+        level = running.engine.metrics.value
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(client.generate("Hi!", max_tokens=2))
+            await until(lambda: level("open_calls") == 3)
+            steps.open()
+        await until(lambda: level("open_calls") == 0)
+
+
 async def test_a_refusal_for_too_many_calls_is_a_refused_request_where_it_was_one() -> None:
     metrics = Metrics()
     async with run_server() as running:

@@ -184,6 +184,9 @@ async def test_a_tenant_that_may_run_few_at_once_can_score_many() -> None:
         items = [ScoreItem(context=(n,), continuation=(n + 1,)) for n in range(6)]
         for n, found in enumerate((await client.score(items)).results):
             check(found, (n,), bytes([n + 1]))
+        # that some had to wait for the others is no refusal
+        assert running.engine.metrics.value("requests_refused_total") == 0
+        assert running.engine.metrics.value("tenant_quota_refusals_total") == 0
 
 
 async def test_a_full_queue_of_others_ends_the_call_as_any_other() -> None:
@@ -197,6 +200,7 @@ async def test_a_full_queue_of_others_ends_the_call_as_any_other() -> None:
         with pytest.raises(OverloadedError, match="queue is full") as caught:
             await client.score([ScoreItem(context="a", continuation="b")])
         assert (caught.value.reason, caught.value.field) == ("QUEUE_FULL", "")
+        assert running.engine.metrics.value("requests_refused_total", reason="queue_full") == 1
         steps.open()
         await asyncio.gather(*calls)
 

@@ -31,6 +31,7 @@ from tests.engines import Clock, build_engine
 from tests.server.credentials import sections, write_keys
 from tests.server.harness import Running, Steps, connect, local, run_server, until
 from tests.server.http import harness as http
+from tests.server.vllm_stub import ask, connect_gateway, read, run_worker
 
 pytestmark = pytest.mark.asyncio
 
@@ -344,6 +345,15 @@ async def test_a_score_is_one_span_for_all_its_items(spans: Spans) -> None:
     assert spans.one.name == "score bytes"
     assert spans.facts[names.USAGE_INPUT_TOKENS] == 6
     assert spans.facts[names.USAGE_OUTPUT_TOKENS] == 0
+
+
+async def test_a_gateways_call_is_a_span_too(spans: Spans) -> None:
+    async with run_worker(sections={"tracing": SECTION}) as running:
+        async with connect_gateway(running) as stub:
+            await read(stub.Generate(ask(request_id="g-1", stream=True, max_tokens=2)))
+    assert spans.one.name == "text_completion bytes"
+    assert (spans.facts[names.REQUEST_ID], spans.facts[names.REQUEST_STREAM]) == ("g-1", True)
+    assert spans.facts[names.USAGE_OUTPUT_TOKENS] == 2
 
 
 async def test_who_has_no_key_has_no_span_and_others_have_their_tenants(

@@ -20,6 +20,14 @@ METHODS = ("GenerationService/Generate", "GenerationService/StreamGenerate",
            "GenerationService/Tokenize", "ModelService/GetModel")  # fmt: skip
 
 
+OTHERS = (
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/Watch",
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+)
+
+
 @pytest.mark.parametrize("data", NO_MESSAGES.values(), ids=NO_MESSAGES)
 @pytest.mark.parametrize("method", METHODS)
 async def test_undecodable_bytes_are_an_invalid_argument(
@@ -42,4 +50,17 @@ async def test_undecodable_bytes_are_an_invalid_argument(
         assert running.num_submitted == 0
         async with connect(running) as client:
             assert (await client.generate("x", max_tokens=1)).usage.completion_tokens == 1
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize("name", OTHERS)
+async def test_they_are_for_the_services_of_grpc_too(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with run_server() as running, grpc.aio.insecure_channel(running.target) as channel:
+        for data in NO_MESSAGES.values():
+            call = channel.stream_stream(name, None, None)(iter([data]))
+            with pytest.raises(grpc.RpcError, match="the bytes are no message") as caught:
+                await call.read()
+            assert read_error(caught.value).code is grpc.StatusCode.INVALID_ARGUMENT
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []

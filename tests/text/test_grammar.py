@@ -105,6 +105,31 @@ def test_white_space_in_json_has_an_end(constraints: Constraints) -> None:
         ({"type": "string", "pattern": "^a+b$"}, ['"aab"'], ['"ab "', '"b"']),
         ({"type": "string", "format": "date"}, ['"2026-11-30"'], ['"2026-13-30"', '"x"']),
         (
+            {"type": "string", "format": "date"},
+            ['"2024-02-29"', '"2000-02-29"', '"2023-02-28"', '"2023-03-29"'],
+            ['"2023-02-29"', '"1900-02-29"', '"2024-02-30"', '"2024-04-31"'],
+        ),
+        (
+            {"type": "string", "format": "time"},
+            ['"23:59:59Z"', '"00:00:00.5+01:30"'],
+            ['"10:20:60Z"', '"24:00:00Z"'],
+        ),
+        (
+            {"type": "string", "format": "email"},
+            ['"a@b.example"', f'"{"a" * 64}@b.example"'],
+            [f'"{"a" * 65}@b.example"', '"a"'],
+        ),
+        (
+            {"items": {"type": "string", "format": "date-time", "pattern": "^2"}},
+            ['["2024-02-29T01:02:03Z"]', "[]"],
+            ['["2023-02-29T01:02:03Z"]', '["2024-02-29T01:02:60Z"]', '["1999-01-01T01:02:03Z"]'],
+        ),
+        (
+            {"properties": {"format": {"const": {"format": "time"}}}, "required": ["format"]},
+            ['{"format":{"format":"time"}}'],
+            ["{}"],
+        ),
+        (
             {"type": "array", "minItems": 1, "maxItems": 2, "items": {}},
             ["[1]", "[1,2]"],
             ["[]", "[1,2,3]"],
@@ -148,6 +173,18 @@ def test_a_json_schema_is_kept(
     constraint = open_constraint(constraints, schema(value))
     assert [text for text in matching if not accepts(constraint, text, TOKENIZER)] == []
     assert [text for text in others if accepts(constraint, text, TOKENIZER)] == []
+
+
+@pytest.mark.parametrize("depth", [300, 5000])
+def test_a_schema_that_is_nested_very_deeply_is_refused(
+    constraints: Constraints, depth: int
+) -> None:
+    """Deeper than Python's own stack, with and without the JSON reader's help."""
+    text = '{"items":' * depth + "{}" + "}" * depth
+    deep = StructuredOutput(kind="json_schema", text=text)
+    with pytest.raises(BadGrammarError) as refusal:
+        constraints.build(SamplingParams(), deep)
+    assert refusal.value.field == "structured_output.json_schema"
 
 
 def test_a_lark_grammar_may_recurse_and_hold_a_schema(constraints: Constraints) -> None:

@@ -1,6 +1,8 @@
 """Ids of texts and chats: BOS, special tokens, and text that looks like them (CASES C58)."""
 
 import random
+import sys
+import threading
 
 import pytest
 
@@ -10,7 +12,7 @@ from jaxserve.request import ChatMessage, ChatPrompt
 from jaxserve.text.byte_bpe import build_byte_bpe
 from jaxserve.text.pre_kinds import PRE_KINDS, find_pre_kind
 from jaxserve.text.shield import Shield, split_marked
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import LONG_CHARS, Tokenizer
 from jaxserve.text.vocabulary import build_vocabulary
 from tests.text.vocabularies import (
     BOS,
@@ -104,6 +106,37 @@ def test_without_a_flag_the_post_processor_says_what_goes_first() -> None:
 def test_add_bos_without_a_bos_token_is_refused() -> None:
     with pytest.raises(CheckpointError, match="names no BOS token"):
         Tokenizer.from_backend(byte_backend(), add_bos=True)
+
+
+def test_a_long_text_lets_other_threads_run_while_it_is_encoded(demo: Tokenizer) -> None:
+    """Else one long prompt stops the engine, every stream and the health of a server."""
+    go, has_run = threading.Lock(), threading.Event()
+    go.acquire()
+
+    def run() -> None:
+        go.acquire()
+        has_run.set()
+
+    other = threading.Thread(target=run)
+    other.start()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)  # nobody is interrupted: what runs meanwhile was let
+    try:
+        go.release()
+        ids = demo.encode("1" * 300_000)
+        assert has_run.is_set()
+    finally:
+        sys.setswitchinterval(interval_s)
+        other.join()
+    assert ids == demo.encode("1") * 300_000
+
+
+def test_long_texts_are_encoded_as_short_ones_are(demo: Tokenizer) -> None:
+    text = "Zwei Flüsse: <|im_start|> 河 12.\n" * (LONG_CHARS // 30 + 1)
+    assert len(text) > LONG_CHARS
+    alone = demo._backend.encode(text, add_special_tokens=False)
+    assert demo.encode_with_offsets(text) == (alone.ids, alone.offsets)
+    assert demo.encode(text) == demo.encode_inside(text) == alone.ids
 
 
 def test_offsets_name_the_characters_of_each_token() -> None:

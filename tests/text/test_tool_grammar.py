@@ -51,6 +51,28 @@ def test_what_looks_like_a_reference_in_a_value_is_left(constraints: Constraints
     assert not takes(constraints, offered, '{"a": {"$ref": "#/properties/parameters/x"}}')
 
 
+def test_a_parameter_may_be_named_as_a_keyword_is(constraints: Constraints) -> None:
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    for name in ("default", "enum", "const", "properties", "format"):
+        offered = tool(
+            "f",
+            {
+                "properties": {name: {"$ref": "#/$defs/digit"}},
+                "required": [name],
+                "additionalProperties": False,
+                "$defs": {"digit": digit},
+            },
+        )
+        assert takes(constraints, offered, f'{{"{name}": 3}}')
+        assert not takes(constraints, offered, f'{{"{name}": 10}}')
+
+
+def test_a_date_of_a_call_is_in_the_calendar(constraints: Constraints) -> None:
+    offered = tool("f", {"properties": {"day": {"type": "string", "format": "date"}}})
+    assert takes(constraints, offered, '{"day": "2024-02-29"}')
+    assert not takes(constraints, offered, '{"day": "2023-02-29"}')
+
+
 @pytest.mark.parametrize(
     ("parameters", "fits", "fails"),
     [

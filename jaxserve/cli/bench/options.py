@@ -169,7 +169,7 @@ def _add_remote(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--extras",
-        choices=("none", "vllm"),
+        choices=("none", "vllm", "jaxserve"),
         help="vllm sends ignore_eos, min_tokens and more, which only servers of its kind take; "
         "lengths are exact then (default: none)",
     )

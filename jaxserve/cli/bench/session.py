@@ -101,7 +101,7 @@ async def _run_remote[T](
         hardware=_remote_hardware(options),
         jax_version=options.jax_version or "",
         is_local=_is_loopback(options.target),
-        ignores_end=_is_grpc(options) or options.extras == "vllm",
+        ignores_end=_is_grpc(options) or options.extras in ("vllm", "jaxserve"),
         decode=tokenizer.decode if tokenizer and options.api == "chat" else None,
         stated=[name for name in given if getattr(options, name)]
         + (["bundle_digest"] if digest and not options.bundle_digest else []),

@@ -15,7 +15,7 @@ from jaxserve.measure.targets.scrape import Scraper, levels_of
 from jaxserve.measure.targets.sse import EventReader
 
 Api = Literal["completions", "chat"]
-Extras = Literal["none", "vllm"]
+Extras = Literal["none", "vllm", "jaxserve"]
 
 PLAIN: Final = frozenset(
     {"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "max_tokens"}
@@ -53,7 +53,8 @@ class OpenAITarget:
         """Args:
         url: with its version, such as "http://127.0.0.1:8000/v1".
         model: the name to ask for; "" is the first of `URL/models`.
-        extras: vllm sends what only vLLM understands, which gives outputs of exact lengths.
+        extras: beyond OpenAI's fields, what vLLM understands or what jaxserve does, which gives
+          outputs of exact lengths; the two differ in whose priority runs first.
         vocab_size, special_ids: of the model, which such an endpoint does not tell.
         """
         self._url = url.rstrip("/")
@@ -157,20 +158,21 @@ class OpenAITarget:
                 "chat takes text, but the workload's prompts are token ids; use completions, or "
                 "name the model's tokenizer, so that they can be made text"
             )
-        allowed = PLAIN | (VLLM if self._extras == "vllm" else frozenset())
+        allowed = PLAIN | (VLLM if self._extras != "none" else frozenset())
         if unknown := sorted(ask.sampling.keys() - allowed):
             raise ConfigError(
-                f"{', '.join(unknown)}: not of OpenAI's API; --extras vllm sends it to servers "
-                "that take it"
+                f"{', '.join(unknown)}: not of OpenAI's API; --extras vllm or jaxserve sends it to "
+                "servers that take it"
             )
         body |= ask.sampling
-        if self._extras == "vllm":
+        if self._extras != "none":
             body["stream_options"]["continuous_usage_stats"] = True
             body["return_token_ids"] = True
             if ask.priority:
-                body["priority"] = -ask.priority  # there, lower runs first
+                # in vLLM lower runs first
+                body["priority"] = -ask.priority if self._extras == "vllm" else ask.priority
         elif ask.priority:
-            raise ConfigError("priority: not of OpenAI's API; --extras vllm sends it")
+            raise ConfigError("priority: not of OpenAI's API; --extras vllm or jaxserve sends it")
         return body
 
 

@@ -165,8 +165,8 @@ class Call:
         """Sends a whole reply; a large one in pieces, each of which must get away in time."""
         headers = {"content-type": reply.content_type, "content-length": str(len(reply.body))}
         headers |= reply.headers
-        if not self._has_read and self._has_large_body():
-            headers["connection"] = "close"
+        if not self._has_read and (self._has_large_body() or self.header("expect")):
+            headers["connection"] = "close"  # who was told nothing yet may leave the body out
         await self._start(reply.status, headers)
         first = 0
         while len(reply.body) - first > PIECE_BYTES and self.method != "HEAD":

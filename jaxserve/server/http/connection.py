@@ -7,6 +7,7 @@ import logging
 from http import HTTPStatus
 from typing import Any, Final, override
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -16,6 +17,7 @@ from jaxserve.server.http.reply import build_refusal
 
 logger = logging.getLogger(__name__)
 
+CONNECT: Final = b"CONNECT"
 LINGER_S: Final = 30.0  # for what was sent last to get away, once the connection is to be closed
 
 
@@ -91,7 +93,11 @@ class Connection(HttpToolsProtocol):
 
     @override
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(memoryview(data))
+        except httptools.HttpParserError:
+            self.send_400_response("")
         if self.transport.is_closing():
             return
         if self._is_in_head:  # not all of it is there: a single header may be endless
@@ -101,6 +107,38 @@ class Connection(HttpToolsProtocol):
                 return
         if self._patience is None and (self.cycle is None or self.cycle.response_complete):
             self._wait_for_head()
+
+    def _feed(self, data: memoryview) -> None:
+        """Parses what came; who wishes for another protocol is served in this one.
+
+        Java's client and `curl --http2` wish so with every first request. The parser takes all
+        behind such a head for the other protocol: the body would be lost, or read as the next
+        request. So it gets the head once more, without the wish.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                if self.transport.is_closing() or not self._has_wish:
+                    return
+                head = self._spell_head()
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+                self.parser.feed_data(head)
+            else:
+                return
+
+    def _spell_head(self) -> bytes:
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b" ".join((method, self.url, b"HTTP/" + version))]
+        lines += [b": ".join(header) for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join((*lines, b"", b""))
+
+    @property
+    def _has_wish(self) -> bool:
+        """Whether the head asks for another protocol; CONNECT does too, but has no other form."""
+        return self.parser.should_upgrade() and self.parser.get_method() != CONNECT
 
     @override
     def on_message_begin(self) -> None:
@@ -115,13 +153,26 @@ class Connection(HttpToolsProtocol):
     @override
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value))
-        super().on_header(name, value)
+        if self._is_in_head:  # a field behind the body may not say whose a call is
+            super().on_header(name, value)
 
     @override
     def on_headers_complete(self) -> None:
         self._is_in_head, self._num_parsed, self._num_unparsed = False, 0, 0
         self._stop_waiting()
+        if self._has_wish:
+            return
+        for name, value in self.headers:
+            if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                raise HttpError("nothing else is decoded")
         super().on_headers_complete()
+        if self.parser.get_method() == CONNECT:
+            self.cycle.keep_alive = False  # what follows is no HTTP
+
+    @override
+    def on_message_complete(self) -> None:
+        if not self._has_wish:
+            super().on_message_complete()
 
     @override
     def on_response_complete(self) -> None:

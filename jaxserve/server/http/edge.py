@@ -4,11 +4,13 @@ errors as bodies."""
 import asyncio
 import contextlib
 import logging
+import urllib.parse
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Final
 
 import structlog
 
+from jaxserve.config import is_loopback
 from jaxserve.errors import HttpError, JaxserveError
 from jaxserve.metrics.tenants import ANONYMOUS
 from jaxserve.server.door import Door
@@ -57,9 +59,13 @@ class Endpoint:
         # the tenant is known later: this has it forgotten at the end
         facts = {"request_id": call.request_id, "tenant": ANONYMOUS}
         failure: Exception | None = None
-        with structlog.contextvars.bound_contextvars(**facts), self._door.open_calls.counting():
+        with (
+            structlog.contextvars.bound_contextvars(**facts),
+            self._door.open_calls.counting(),
+            contextlib.ExitStack() as held,
+        ):
             try:
-                self._let_in(call)
+                self._let_in(call, held)
                 await self._handler(call)
             except JaxserveError as error:
                 failure = error
@@ -84,7 +90,10 @@ class Endpoint:
         else:
             call.span.leave("OK" if call.is_complete else "CANCELLED", None)
 
-    def _let_in(self, call: Call) -> None:
+    def _let_in(self, call: Call, held: contextlib.ExitStack) -> None:
+        """Args:
+        held: takes what the call has until its end.
+        """
         is_request = self._operation is not None
         with counting_refusals(self._door) if is_request else contextlib.nullcontext():
             try:
@@ -93,9 +102,10 @@ class Endpoint:
                 call.make_id()
                 raise
             if not self._is_free:
-                self._door.open_calls.check()
+                check_host(call, self._door)
                 call.tenant = self._door.authenticator.authenticate(call.authorization).name
                 structlog.contextvars.bind_contextvars(tenant=call.tenant or ANONYMOUS)
+                held.enter_context(self._door.open_calls.taking_place())
         if self._operation is not None and self._door.tracing is not None:
             call.span = self._door.tracing.open(
                 call.headers,
@@ -111,6 +121,28 @@ class Endpoint:
                 reason="METHOD_NOT_ALLOWED",
                 headers={"allow": ", ".join(sorted(self._methods))},
             )
+
+
+def check_host(call: Call, door: Door) -> None:
+    """Refuses a request to an open loopback address that is for another name.
+
+    A page in a browser here can have its own name resolve to 127.0.0.1, and then calls as one of
+    that origin (DNS rebinding); its name is in the header.
+    """
+    section = door.config.server
+    if not (door.credentials.asks_for_nothing and is_loopback(section.http_host)):
+        return
+    try:
+        name = urllib.parse.urlsplit(f"//{call.header('host')}").hostname or ""
+    except ValueError:  # no host at all
+        name = ""
+    if not is_loopback(name) and name not in section.http_allowed_hosts:
+        raise HttpError(
+            f"this server is open to this machine alone, but the request is for {name[:64]!r}; "
+            "call it as localhost, or name the host in server.http_allowed_hosts",
+            status=421,
+            reason="WRONG_HOST",
+        )
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ class Facts:
 
     def __init__(self, door: Door) -> None:
         self._door = door
-        self._openapi = to_json(build_openapi())
+        self._openapi = to_json(build_openapi(asks_for_keys=not door.authenticator.is_open))
         self._scrapes = ThreadPoolExecutor(NUM_SCRAPES, thread_name_prefix="jaxserve-scrape")
         self._metrics = build_metrics_app(door.metrics, door.config.metrics.prefix)
 

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 BACKLOG: Final = 512
 KEEP_ALIVE_S: Final = 120  # longer than clients keep a connection: they close it first
+HANDSHAKE_S: Final = 10.0  # as gRPC's
 LAST_WORDS_S: Final = 1  # for replies to leave
 
 
@@ -58,7 +59,7 @@ class HttpServer:
             if self._serving.done():
                 await self._serving  # it raises what went wrong
         scheme = "http" if credentials.certificates is None else "https"
-        logger.info("serving HTTP url=%s://%s", scheme, self.address)
+        logger.info("serving HTTP url=%s", f"{scheme}://{self.address}")
 
     async def stop(self) -> None:
         """Closes the listener and idle connections, and cuts off what does not end soon."""
@@ -99,7 +100,27 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """Leaves the signals to the process's own handlers."""
+    """Leaves the signals to the process's own handlers, and bounds the time of a handshake."""
+
+    @override
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's own, where asyncio gives each handshake a minute."""
+
+        def connect() -> Connection:
+            return Connection(self.config, self.server_state, app_state={})
+
+        ssl = self.config.ssl
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                connect,
+                sock=listener,
+                ssl=ssl,
+                backlog=self.config.backlog,
+                ssl_handshake_timeout=None if ssl is None else HANDSHAKE_S,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
 
     @override
     @contextlib.contextmanager

@@ -1,14 +1,16 @@
 """The request bodies of `/v1/chat/completions` and `/v1/completions`, with vLLM's extras.
 
-Here is checked what each field is; its range and the model's limits are the engine's to check.
-Null is unset everywhere.
+Here is checked what each field is; its range, told here for the API's description, and the model's
+limits are the engine's to check. Null is unset everywhere.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import pydantic
 
+from jaxserve.engine.limits import INT32, MAX_SEED, MAX_TEMPERATURE, REPETITION_RANGE
+from jaxserve.engine.token_fields import MAX_BIAS
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.openai.fields import (
     HARMLESS,
@@ -39,6 +41,20 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _unset(description: str | None = None, /, **schema: Any) -> Any:  # noqa: ANN401
+    """Returns a field that is None unless it is set.
+
+    Args:
+      schema: JSON Schema that the description has and pydantic does not check.
+    """
+    return pydantic.Field(None, description=description, json_schema_extra=schema)
+
+
+_TOKEN_IDS: Final[dict[str, Any]] = {"items": {"type": "integer", "minimum": 0}}
+_TEXTS: Final[dict[str, Any]] = {"items": {"type": "string", "minLength": 1}}
+_Id = Annotated[int, pydantic.Field(ge=0)]
+
+
 class _Body(pydantic.BaseModel):
     """What both kinds have. None is unset: the model's own default holds, then ours."""
 
@@ -47,41 +63,51 @@ class _Body(pydantic.BaseModel):
     )
 
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    n: int | None = pydantic.Field(None, description="Choices to write. Unset is 1.")
+    max_tokens: int | None = _unset(minimum=0)
+    temperature: float | None = _unset(minimum=0, maximum=MAX_TEMPERATURE)
+    top_p: float | None = _unset(exclusiveMinimum=0, maximum=1)
+    presence_penalty: float | None = _unset(minimum=-2, maximum=2)
+    frequency_penalty: float | None = _unset(minimum=-2, maximum=2)
+    seed: int | None = _unset(minimum=0, maximum=MAX_SEED)
+    n: int | None = _unset("Choices to write. Unset is 1.", minimum=1)
     stop: Annotated[
         list[str] | None,
         pydantic.BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
     ] = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | None = _unset(
+        "Token ids as keys.",
+        propertyNames={"pattern": "^[0-9]{1,10}$"},
+        additionalProperties={"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+    )
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     # vLLM's extras
-    top_k: int | None = pydantic.Field(None, description="0 or -1 is off.")
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    top_k: int | None = _unset("0 or -1 is off.", minimum=-1, maximum=MAX_SEED)
+    min_p: float | None = _unset(minimum=0, maximum=1)
+    repetition_penalty: float | None = _unset(
+        minimum=REPETITION_RANGE[0], maximum=REPETITION_RANGE[1]
+    )
+    min_tokens: int | None = _unset(minimum=0, maximum=INT32[1])
+    stop_token_ids: list[int] | None = _unset(**_TOKEN_IDS)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = _unset(**_TOKEN_IDS, minItems=1)
+    bad_words: list[str] | None = _unset(**_TEXTS)
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, object] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    prompt_logprobs: int | None = pydantic.Field(
-        None, description="Log-probabilities of the prompt's tokens; not with stream."
+    prompt_logprobs: int | None = _unset(
+        "Log-probabilities of the prompt's tokens; not with stream.", minimum=0
     )
-    priority: int = pydantic.Field(0, description="Higher runs first, as everywhere in jaxserve.")
+    priority: int = pydantic.Field(
+        0,
+        description="Higher runs first, as everywhere in jaxserve.",
+        json_schema_extra={"minimum": INT32[0], "maximum": INT32[1]},
+    )
     cache_salt: str | None = pydantic.Field(
         None, description="What is kept of the prompt is shared with this salt's requests alone."
     )
@@ -95,8 +121,8 @@ class _Body(pydantic.BaseModel):
     timeout: float | None = pydantic.Field(
         None, gt=0, description="Seconds from arrival: what is written by then is the answer."
     )
-    queue_timeout: float | None = pydantic.Field(
-        None, description="Seconds that the request may wait for a place to run."
+    queue_timeout: float | None = _unset(
+        "Seconds that the request may wait for a place to run.", exclusiveMinimum=0
     )
     stream_interval: int | None = pydantic.Field(
         None, ge=1, description="Tokens to gather before a chunk is sent. Unset is 1."
@@ -107,9 +133,9 @@ class ChatBody(_Body):
     """`/v1/chat/completions`; max_tokens unset is the rest of the context."""
 
     messages: list[Message] = pydantic.Field(min_length=1)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = _unset(minimum=0)
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: int | None = _unset(minimum=0)
     tools: list[Tool] = []
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedChoice | None,
@@ -130,11 +156,15 @@ class CompletionBody(_Body):
         tuple[Prompt, ...],
         pydantic.PlainValidator(
             lambda value: _read_prompts(value),
-            json_schema_input_type=str | list[int] | list[str] | list[list[int]],
+            json_schema_input_type=(
+                str
+                | Annotated[list[_Id], pydantic.Field(min_length=1)]
+                | Annotated[list[str | list[_Id]], pydantic.Field(min_length=1)]
+            ),
         ),
     ]
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: int | None = _unset(minimum=0)
 
 
 ENDPOINTS: Final[Mapping[str, type[ChatBody] | type[CompletionBody]]] = {

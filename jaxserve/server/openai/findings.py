@@ -19,6 +19,7 @@ _WANTED: Final[Mapping[str, str]] = {
     "list_type": "a list",
     "model_type": "an object",
     "string_type": "a string",
+    "string_unicode": "valid Unicode, without lone surrogates",
 }
 
 
@@ -49,6 +50,10 @@ def refuse(error: pydantic.ValidationError, *, prefix: str = "") -> NoReturn:
             text = f"{path} is not a known field; leave it out"
         case "literal_error":
             text = f"{path} is {short(first['input'])}, but must be {first['ctx']['expected']}"
+        case "greater_than":
+            text = f"{path} is {short(first['input'])}, but must be above {first['ctx']['gt']:g}"
+        case "greater_than_equal":
+            text = f"{path} is {short(first['input'])}, but must be at least {first['ctx']['ge']}"
         case kind:
             wanted = _WANTED.get(kind, first["msg"])
             text = f"{path} is {short(first['input'])}, but must be {wanted}"

@@ -101,4 +101,5 @@ def _read(message: Message, path: str) -> ChatMessage:
 
 def _calls(message: Message) -> Iterable[Mapping[str, object]]:
     for call in message.tool_calls:
-        yield {"id": call.id, "type": call.type, "function": call.function.model_dump()}
+        function = {"name": call.function.name, "arguments": call.function.arguments}
+        yield {"id": call.id, "type": call.type, "function": function}

@@ -33,6 +33,9 @@ class FunctionCall(Part):
 
     name: str
     arguments: str = pydantic.Field(description="JSON, as the model wrote it.")
+    parsed_arguments: object = pydantic.Field(
+        None, description="The arguments again, left by an SDK's parse; does nothing."
+    )
 
 
 class ToolCall(Part):
@@ -54,6 +57,9 @@ class Message(Part):
     tool_call_id: str = ""
     reasoning_content: str = ""
     reasoning: str = pydantic.Field("", description="Another name of reasoning_content.")
+    parsed: object = pydantic.Field(
+        None, description="The content again, left by an SDK's parse; does nothing."
+    )
 
     @property
     def text(self) -> str:

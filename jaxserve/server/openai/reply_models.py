@@ -138,6 +138,74 @@ class ChatReply(_Reply):
     prompt_logprobs: PromptLogprobs | None = None
 
 
+class CompletionChunkChoice(_Reply):
+    """More of one output; the prompt's tokens come with its first."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishWord | None
+    token_ids: list[int] = []
+    prompt_token_ids: list[int] = []
+
+
+class CompletionChunk(_Reply):
+    """Of a stream of `/v1/completions`. Only the usage's own chunk has no choice."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: UsageReply | None = None
+
+
+class CallPieceFunction(_Reply):
+    """Its name first, then its arguments in pieces."""
+
+    name: str = ""
+    arguments: str
+
+
+class CallPiece(_Reply):
+    """More of one call; its id comes with its first piece."""
+
+    index: int
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CallPieceFunction
+
+
+class ChatDelta(_Reply):
+    """What is new: the role, a piece of one of the others, or, at the end, nothing."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[CallPiece] = []
+
+
+class ChatChunkChoice(_Reply):
+    """More of one output."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishWord | None
+    token_ids: list[int] = []
+
+
+class ChatChunk(_Reply):
+    """Of a stream of `/v1/chat/completions`. Only the usage's own chunk has no choice."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageReply | None = None
+
+
 class TokenizeReply(_Reply):
     """Of `/tokenize`."""
 

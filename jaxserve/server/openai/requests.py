@@ -246,7 +246,12 @@ def _read_bias(bias: Mapping[str, float]) -> dict[int, float]:
                 '"50256"',
                 "logit_bias",
             )
-        by_id[int(key)] = value
+        token_id = int(key)
+        if token_id in by_id:
+            raise _refusal(
+                f"logit_bias has the token id {token_id} twice; send it once", "logit_bias"
+            )
+        by_id[token_id] = value
     return by_id
 
 

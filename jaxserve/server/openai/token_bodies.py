@@ -45,7 +45,9 @@ class TokenizeBody(_TokenBody):
 class DetokenizeBody(_TokenBody):
     """Token ids, special ones among them."""
 
-    tokens: list[int]
+    tokens: list[int] = pydantic.Field(
+        json_schema_extra={"items": {"type": "integer", "minimum": 0}}
+    )
 
 
 def tokenize(document: object, engine: Engine) -> dict[str, object]:

@@ -71,7 +71,7 @@ function showRates(load, first) {
   set("rows-more", `of ${load.requests.max_running} · ${oneDigit(rate("steps"))} steps/s`);
   const share = (name) => (load.device_s[name] - first.device_s[name]) / seconds;
   set("device", seconds > 0 ? percent(Math.min(1, share("busy"))) : "–");
-  set("device-more", seconds > 0 ? `waits for the host ${percent(Math.min(1, share("gap")))}` : "");
+  set("device-more", seconds > 0 ? `host gap ${percent(Math.min(1, share("gap")))}` : "");
   set("brief", `${oneDigit(rate("output_tokens"))} tokens/s · ${load.requests.running} running`);
   rates = [...rates, rate("output_tokens")].slice(-SPARK_POINTS);
   const top = Math.max(1, ...rates);
@@ -91,10 +91,14 @@ function showLevels({ requests, kv }) {
 
 function showPhases(load, first) {
   const phases = Object.keys(load.phases_s);
-  const since = phases.map((phase) => load.phases_s[phase] - (first.phases_s[phase] ?? 0));
-  const sum = since.reduce((total, value) => total + value, 0);
+  const seconds = load.uptime_s - first.uptime_s;
+  const shares = phases.map((phase) => (load.phases_s[phase] - first.phases_s[phase]) / seconds);
+  // an idle time is only known when it ends: it is the rest
+  const idle = phases.indexOf("idle");
+  const busy = shares.reduce((sum, share, index) => sum + (index === idle ? 0 : share), 0);
+  shares[idle] = Math.max(0, 1 - busy);
   fillTable("phases", phases, (row, phase, index) => {
-    const share = sum > 0 ? since[index] / sum : NaN;
+    const share = Math.min(1, shares[index]);
     setCells(row, phase, bar(row, share, phase === "idle" || phase === "wait"), percent(share));
   });
 }
@@ -124,7 +128,7 @@ function showFacts(load) {
   const { programs, requests, totals } = load;
   const late = programs.late ? `, ${programs.late} compiled late` : "";
   set("model", load.model ?? "");
-  set("cache", `${programs.from_cache} of ${programs.compiled} programs were read from it${late}`);
+  set("cache", `${programs.from_cache} of ${programs.compiled + programs.from_cache} programs were read from it${late}`);
   set("requests", `${number.format(requests.finished)} ended, ${number.format(requests.refused)} refused`);
   set("preempted", `${number.format(totals.preemptions)} sequences`);
   set("uptime", `${duration(load.uptime_s)} · version ${load.version}`);

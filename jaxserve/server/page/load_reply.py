@@ -48,7 +48,7 @@ class Totals(_Reply):
 
 
 class Programs(_Reply):
-    """What was compiled; `from_cache`: read from the cache's folder; `late`: after the start."""
+    """`from_cache`: read from the cache's folder instead; `late`: compiled after the start."""
 
     compiled: _Count
     from_cache: _Count

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Final, NoReturn, override
@@ -18,6 +19,7 @@ from jaxserve.server.edge import (
     REQUEST_ID_KEY,
     Context,
     Edge,
+    Entered,
     check_request_id,
     find_request_id,
 )
@@ -55,30 +57,33 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def Generate(self, message: vllm_engine_pb2.GenerateRequest, context: Context) -> None:
         request_id = find_request_id(message.request_id, context)
         limit = self._door.config.limits.max_message_bytes
-        async with (
-            self._edge.call(context, f"{PREFIX}Generate", request_id),
-            self._open(message, context, request_id) as (stream, replies),
-        ):
-            async for event in stream:
-                for reply in replies.push(event):
-                    self._edge.check_size(reply)
-                    await context.write(reply)
-                    stream.acknowledge(replies.take_sent())
-                if replies.num_bytes > 2 * limit:  # no use in waiting for the rest
-                    self._edge.refuse_size(replies.num_bytes)
+        entering = self._edge.call(
+            context, f"{PREFIX}Generate", request_id, operation="text_completion"
+        )
+        async with entering as call:
+            if call.span is not None:
+                call.span.is_streaming = message.stream
+            async with self._open(message, context, request_id, call) as (stream, replies):
+                async for event in stream:
+                    for reply in replies.push(event):
+                        self._edge.check_size(reply)
+                        await context.write(reply)
+                        stream.acknowledge(replies.take_sent())
+                    if replies.num_bytes > 2 * limit:  # no use in waiting for the rest
+                        self._edge.refuse_size(replies.num_bytes)
 
     @override
     async def Abort(
         self, message: vllm_engine_pb2.AbortRequest, context: Context
     ) -> vllm_engine_pb2.AbortResponse:
-        async with self._edge.call(context, f"{PREFIX}Abort"):
-            engine, tenant = self._door.get_engine(), self._edge.tenant_of(context).name
+        async with self._edge.call(context, f"{PREFIX}Abort") as call:
+            engine = self._door.get_engine()
             refuse_fields(message, convert.ABORT)
             num_ids = len(message.request_ids)
             if num_ids > MAX_ABORTS:
                 refuse(f"{num_ids} request_ids, but a call has at most {MAX_ABORTS}", "request_ids")
             for request_id in message.request_ids:
-                engine.abort(request_id, tenant)
+                engine.abort(request_id, call.tenant.name)
         return vllm_engine_pb2.AbortResponse()
 
     @override
@@ -158,10 +163,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     @contextlib.asynccontextmanager
     async def _open(
-        self, message: vllm_engine_pb2.GenerateRequest, context: Context, request_id: str
+        self,
+        message: vllm_engine_pb2.GenerateRequest,
+        context: Context,
+        request_id: str,
+        call: Entered,
     ) -> AsyncIterator[tuple[Stream, Replies]]:
         """Submits a request, and ends it when the block is left, for whatever reason."""
-        stream = await self._submit(message, context, request_id)
+        stream = await self._submit(message, context, request_id, call)
         params = message.sampling_params
         replies = Replies(
             stream.prompt,
@@ -177,12 +186,15 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             stream.cancel()
 
     async def _submit(
-        self, message: vllm_engine_pb2.GenerateRequest, context: Context, request_id: str
+        self,
+        message: vllm_engine_pb2.GenerateRequest,
+        context: Context,
+        request_id: str,
+        call: Entered,
     ) -> Stream:
         with self._edge.counting_refusals():
             check_request_id(request_id)
             engine = self._door.get_engine()
-            tenant = self._edge.tenant_of(context).name
         remaining_s = context.time_remaining()
         deadline_s = None if remaining_s is None else engine.now() + remaining_s
 
@@ -193,11 +205,16 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                     asked = convert.read_generate(
                         message,
                         request_id=request_id,
-                        tenant=tenant,
+                        tenant=call.tenant.name,
                         deadline_s=deadline_s,
                         model=engine.model,
                     )
-                return engine.submit(asked, delivery="acknowledged")
+                if call.span is None:
+                    return engine.submit(asked, delivery="acknowledged")
+                asked = dataclasses.replace(asked, on_end=call.span.note_end)
+                stream = engine.submit(asked, delivery="acknowledged")
+                call.span.accept()
+                return stream
 
         if message.sampling_params.WhichOneof("constraint"):
             threads = self._door.form_threads

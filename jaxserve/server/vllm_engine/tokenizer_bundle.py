@@ -14,7 +14,6 @@ from jaxserve.engine.served_model import ServedModel
 from jaxserve.text.tokenizer import Tokenizer
 
 CHUNK_BYTES: Final = 64 << 10
-EPOCH: Final = (1980, 1, 1, 0, 0, 0)  # zip's own: the same tokenizer has the same digest anywhere
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -26,11 +25,12 @@ class TokenizerBundle:
 
     def chunks(self) -> Iterator[common_pb2.GetTokenizerChunk]:
         """Yields the archive in pieces; the last has the digest."""
-        last = len(self.archive) - 1
-        for first in range(0, len(self.archive), CHUNK_BYTES):
+        num_bytes = len(self.archive)
+        for first in range(0, num_bytes, CHUNK_BYTES):
+            is_last = first + CHUNK_BYTES >= num_bytes
             yield common_pb2.GetTokenizerChunk(
                 data=self.archive[first : first + CHUNK_BYTES],
-                sha256=self.sha256 if first + CHUNK_BYTES > last else "",
+                sha256=self.sha256 if is_last else "",
             )
 
 
@@ -43,7 +43,8 @@ def build_bundle(tokenizer: Tokenizer, model: ServedModel) -> TokenizerBundle:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, text in sorted(files.items()):
-            entry = zipfile.ZipInfo(name, EPOCH)
+            # without a date of its own: the same tokenizer has the same digest anywhere
+            entry = zipfile.ZipInfo(name)
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, text, zipfile.ZIP_DEFLATED)
     content = buffer.getvalue()

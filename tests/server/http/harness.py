@@ -15,6 +15,7 @@ from jaxserve.request import GenerationRequest
 from jaxserve.server.door import Door
 from jaxserve.server.http import HttpServer
 from jaxserve.server.http.app import App
+from jaxserve.server.openai.reply_models import ChatChunk, CompletionChunk
 from tests.engines import build_engine, check_accounts, check_idle
 from tests.fakes import FakeRunner
 from tests.server.harness import LETTERS, Steps, watch
@@ -66,6 +67,9 @@ class Running:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         *chunks, done = read_events(response.text)
         assert done == "[DONE]"
+        kind = ChatChunk if url == CHAT else CompletionChunk
+        for chunk in chunks:
+            kind.model_validate(chunk)
         return chunks
 
     def finished(self, reason: str) -> float:
@@ -128,7 +132,7 @@ async def run_app(
         app = App(door)
         transport = httpx.ASGITransport(app.asgi)
         asked, aborts = watch(engine)
-        async with httpx.AsyncClient(transport=transport, base_url="http://jaxserve") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield Running(
                 engine=engine, runner=runner, door=door, client=client, asked=asked, aborts=aborts
             )

@@ -177,6 +177,21 @@ async def test_a_conversation_with_calls_and_their_answers_goes_on() -> None:
     assert reply["choices"][0]["message"]["content"] == "one"
 
 
+async def test_what_an_sdk_has_parsed_may_come_back_with_its_message() -> None:
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    plain = {"role": "assistant", "content": '{"b": 2}', "tool_calls": [call]}
+    parsed_call = call | {"function": function | {"parsed_arguments": {"a": 1}}}
+    parsed = plain | {"parsed": {"b": 2}, "tool_calls": [parsed_call]}
+    prompts = []
+    async with run_app(**writes("one")) as running:
+        for message in (plain, parsed):
+            messages = [*HI, message, {"role": "tool", "content": "1", "tool_call_id": "c1"}]
+            reply = await running.chat(messages, return_token_ids=True)
+            prompts.append(reply["prompt_token_ids"])
+    assert prompts[0] == prompts[1]
+
+
 async def test_reasoning_is_apart() -> None:
     async with run_app(**writes("<think>hm</think>yes")) as running:
         reply = await running.chat()

@@ -28,8 +28,8 @@ def body_of(**body: Any) -> dict[str, Any]:  # noqa: ANN401
 def request_bytes(body: dict[str, Any], url: str = COMPLETIONS, **headers: str) -> bytes:
     content = json.dumps(body).encode()
     headers = {
-        "host": "x", "content-type": "application/json", "content-length": str(len(content)),
-        **headers,
+        "host": "localhost", "content-type": "application/json",
+        "content-length": str(len(content)), **headers,
     }  # fmt: skip
     lines = [f"POST {url} HTTP/1.1", *map(": ".join, headers.items())]
     return "\r\n".join((*lines, "", "")).encode() + content

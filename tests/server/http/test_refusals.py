@@ -305,3 +305,24 @@ async def test_pages_of_other_origins_may_call_only_where_the_configuration_says
     assert opened.status_code == 200
     assert got.headers["access-control-allow-origin"] == "http://a.example"
     assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.nip.io", "", "[", "::1"]
+)
+async def test_a_page_that_has_its_name_point_here_is_refused(host: str) -> None:
+    async with run_app() as running:
+        for path in ("/v1/models", "/load", "/metrics"):
+            response = await running.client.get(path, headers={"host": host})
+            assert (response.status_code, response.json()["error"]["code"]) == (421, "wrong_host")
+        response = await running.client.get("/health", headers={"host": host})
+        assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1:8000", "[::1]:8000", "127.8.8.8", "a.example"]
+)
+async def test_this_machine_and_hosts_that_are_named_are_answered(host: str) -> None:
+    async with run_app(section=ServerSection(http_allowed_hosts=("a.example",))) as running:
+        response = await running.client.get("/v1/models", headers={"host": host})
+        assert response.status_code == 200

@@ -12,7 +12,7 @@ import pytest
 from jaxserve.config import AuthSection, ServerSection, TenantLimits, TenantsSection
 from jaxserve.errors import ConfigError
 from jaxserve.server.door import Door
-from jaxserve.server.http import HttpServer
+from jaxserve.server.http import HttpServer, listener
 from tests.engines import build_engine
 from tests.server.credentials import HOST, Files, sections, write_keys
 from tests.server.harness import Steps, until
@@ -127,6 +127,18 @@ async def test_certificates_of_both_sides(tmp_path: Path) -> None:
         async with httpx.AsyncClient(verify=known, base_url=url) as client:
             with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
                 await client.get("/health")
+
+
+async def test_who_does_not_finish_his_handshake_is_soon_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.2)
+    config = sections(tls=Files(folder=tmp_path).section())
+    async with run_listening(config=config) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(b"\x16\x03\x01")  # the beginning of one
+        assert await asyncio.wait_for(reader.read(-1), 10) == b""
+        writer.close()
 
 
 async def test_beyond_this_machine_somebody_must_be_asked_for_a_key() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,13 +13,14 @@ import pytest
 from jaxserve.config import LimitsSection, ServerSection
 from jaxserve.errors import ConfigError
 from jaxserve.server.http import HttpServer
+from tests.server.credentials import sections, write_keys
 from tests.server.harness import Steps, until
 from tests.server.http.harness import COMPLETIONS, run_listening
 from tests.server.http.test_client_goes_away import connecting, request_bytes
 
 pytestmark = pytest.mark.asyncio
 
-HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 
 
 def parse(response: bytes) -> tuple[int, str, dict[str, str]]:
@@ -148,6 +150,26 @@ async def test_connections_are_bounded() -> None:
         assert (await running.client.get("/health")).status_code == 200
 
 
+async def test_who_has_no_key_takes_no_place_from_those_that_have_one(tmp_path: Path) -> None:
+    keys, (key,) = write_keys(tmp_path, "acme")
+    config = {**sections(keys), "limits": LimitsSection(max_open_calls=1)}
+    loop = asyncio.get_running_loop()
+    async with run_listening(config=config) as running:
+        stalled = [small_buffers() for _ in range(3)]
+        for client in stalled:  # ask for much, and read nothing
+            await loop.sock_connect(client, ("127.0.0.1", running.port))
+            asked = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 400
+            await loop.sock_sendall(client, asked)
+        await until(lambda: running.door.open_calls.count == 3)
+        response = await running.client.get(
+            "/v1/models", headers={"authorization": f"Bearer {key}"}
+        )
+        assert response.status_code == 200
+        for client in stalled:
+            client.close()
+        await until(lambda: running.door.open_calls.count == 0)
+
+
 async def test_requests_in_a_row_on_one_connection_are_answered_in_order() -> None:
     async with run_listening() as running, connecting(running) as (reader, writer):
         bodies = [{"prompt": "a", "max_tokens": n} for n in (3, 1, 2)]
@@ -156,6 +178,88 @@ async def test_requests_in_a_row_on_one_connection_are_answered_in_order() -> No
         text = (await reader.read(-1)).decode()
     told = [part.split('"text":"')[1].split('"')[0] for part in text.split("HTTP/1.1 200")[1:]]
     assert told == ["abc", "a", "ab"]
+
+
+WISH = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABk"}
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+async def test_who_asks_for_another_protocol_is_served_in_this_one(num_parts: int) -> None:
+    """As Java's client and curl do; their bodies must be neither lost nor read as requests."""
+    body = {"prompt": "a", "max_tokens": 2, "user": "GET /health HTTP/1.1\r\n\r\n"}
+    last = {"prompt": "a", "max_tokens": 3}
+    async with run_listening() as running, connecting(running) as (reader, writer):
+        sent = request_bytes(body, **WISH) + request_bytes(body, **WISH)
+        sent += request_bytes(last, connection="close")
+        size = -(-len(sent) // num_parts)
+        for first in range(0, len(sent), size):
+            writer.write(sent[first : first + size])
+            await asyncio.sleep(0.02)
+        text = (await reader.read(-1)).decode()
+        assert running.num_submitted == 3
+    told = [part.split('"text":"')[1].split('"')[0] for part in text.split("HTTP/1.1 200")[1:]]
+    assert told == ["ab", "ab", "abc"]
+
+
+async def test_the_body_of_such_a_request_is_no_request() -> None:
+    inner = HEALTH + b"\r\n"
+    head = (
+        b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    )
+    async with run_listening() as running, connecting(running) as (reader, writer):
+        writer.write(head + b"content-length: %d\r\n\r\n" % len(inner))
+        assert await reader.readuntil(b'{"status":"serving"}')
+        writer.write(inner + b"GET /no HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        text = await reader.read(-1)
+    assert text.count(b"HTTP/1.1 ") == 1
+    assert text.startswith(b"HTTP/1.1 404")
+
+
+async def test_a_connect_is_refused_and_closed() -> None:
+    async with run_listening() as running, connecting(running) as (reader, writer):
+        writer.write(b"CONNECT /health HTTP/1.1\r\nhost: localhost\r\n\r\n" + HEALTH + b"\r\n")
+        found = parse(await reader.read(-1))
+    assert found[:2] == (405, "method_not_allowed")
+
+
+async def test_what_comes_behind_a_body_is_no_header(tmp_path: Path) -> None:
+    """A proxy that decides by the headers has not seen it."""
+    keys, (key,) = write_keys(tmp_path, "acme")
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    head = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
+    head += b"transfer-encoding: chunked\r\nconnection: close\r\n"
+    chunks = b"%x\r\n%s\r\n0\r\n" % (len(body), body)
+    secret = b"authorization: Bearer %s\r\n" % key.encode()
+    found = []
+    async with run_listening(config=sections(keys)) as running:
+        for content in (
+            head + b"\r\n" + chunks + secret + b"\r\n",
+            head + secret + b"\r\n" + chunks + secret + b"\r\n",
+        ):
+            async with connecting(running) as (reader, writer):
+                writer.write(content)
+                found.append((await reader.read(-1)).split()[1])
+    assert found == [b"401", b"200"]
+
+
+@pytest.mark.parametrize("coding", ["gzip, chunked", "xchunked", "chunked, chunked", "identity"])
+async def test_a_body_that_is_coded_for_the_way_is_refused(coding: str) -> None:
+    async with run_listening() as running, connecting(running) as (reader, writer):
+        writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n")
+        writer.write(b"transfer-encoding: %s\r\n\r\n2\r\n{}\r\n0\r\n\r\n" % coding.encode())
+        assert parse(await reader.read(-1))[:2] == (400, "bad_http")
+
+
+async def test_who_waits_to_send_his_body_and_is_refused_is_told_that_it_is_not_read(
+    tmp_path: Path,
+) -> None:
+    """He may leave the body out: his next request would be taken for it."""
+    keys, _ = write_keys(tmp_path, "acme")
+    async with run_listening(config=sections(keys)) as running:
+        async with connecting(running) as (reader, writer):
+            writer.write(request_bytes({}, expect="100-continue").partition(b"{")[0])
+            status, _, headers = parse(await reader.read(-1))
+    assert (status, headers["connection"]) == (401, "close")
 
 
 def small_buffers() -> socket.socket:
@@ -219,7 +323,7 @@ async def test_a_long_whole_reply_reaches_a_slow_reader() -> None:
         loop = asyncio.get_running_loop()
         slow = await open_stalled(running.port, body)
         text = b""
-        while b"\r\n\r\n" not in text or b'"usage"' not in text[-2000:]:
+        while not (b"\r\n\r\n" in text and b'"usage"' in text[-2000:] and text.endswith(b"}}")):
             text += await loop.sock_recv(slow, 4096)
             await asyncio.sleep(0)
         slow.close()
