@@ -127,8 +127,8 @@ def check_idle(engine: Engine) -> None:
     scheduler.check()
     assert not scheduler.has_unfinished
     assert (pool.num_held, pool.num_pending, pool.num_free) == (0, 0, pool.num_usable)
-    assert engine._by_sequence == {}
-    assert not engine._in_flight
+    assert engine._loop._by_sequence == {}
+    assert not engine._loop._in_flight
 
 
 def check_accounts(engine: Engine) -> None:

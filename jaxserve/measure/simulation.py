@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from jaxserve.config import Config
-from jaxserve.engine.engine import OVERLAP_DEPTH
 from jaxserve.engine.limits import merge_sampling
 from jaxserve.engine.live_request import late_outcome
+from jaxserve.engine.loop import find_depth
 from jaxserve.engine.namespaces import Namespaces
 from jaxserve.engine.queue_bounds import QueueBounds, build_unreachable
 from jaxserve.errors import RequestError, WorkloadError
@@ -46,7 +46,7 @@ class _Live:
 class Simulation:
     """One replay, with the prefix cache where the pool has one.
 
-    It does what `Engine._step` does, in the same order, and its clients do what `Replay` does;
+    It does what `EngineLoop.step` does, in the same order, and its clients do what `Replay` does;
     delivery takes no time, and nobody is late to send.
 
     Attributes:
@@ -75,7 +75,7 @@ class Simulation:
         timeout_s, max_drain_s: as those of `Replay`.
         tenant_of: whose a request is; None has no tenants.
         """
-        self._depth = OVERLAP_DEPTH if config.runner.overlap else 1
+        self._depth = find_depth(config)
         self._device = device
         self._pool = pool
         self._metrics = metrics

@@ -112,7 +112,7 @@ class Play:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.engine._intake.live() or self.engine._in_flight)
+        return bool(self.engine._intake.live() or self.engine._loop._in_flight)
 
     def step(self) -> None:
         for guest in self.guests:
@@ -121,7 +121,7 @@ class Play:
                 del due[0]
                 guest.preempted_at.append(len(guest.output))
                 self.engine._scheduler.preempt(guest.request)
-        self.engine._step()
+        self.engine._loop.step()
         self.engine._scheduler.check()
         self.num_steps += 1
         assert self.num_steps < 20_000, "stuck"

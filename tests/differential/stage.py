@@ -112,18 +112,18 @@ def run_to_end(
     for mate in early:
         engine.submit(mate)
     for _ in range(2 if early else 0):
-        engine._step()
+        engine._loop.step()
     stream = engine.submit(target)
     live = engine._intake.find(stream.request_id)
     assert live is not None
     request = live.request
     steps = 0
-    while engine._intake.live() or engine._in_flight:
+    while engine._intake.live() or engine._loop._in_flight:
         if steps % 2 == 1 and late:
             engine.submit(late.pop())
         if _is_time(request, preempt_at):
             engine._scheduler.preempt(request)
-        engine._step()
+        engine._loop.step()
         engine._pool.check()
         steps += 1
         assert steps < 5000, "the target is stuck"
