@@ -13,7 +13,7 @@ from jaxserve.errors import DeadlineError, JaxserveError
 from jaxserve.metrics import error_label
 from jaxserve.plan import Bucket, StepPlan, StepResult, TokenLogprobs
 from jaxserve.request import FinishReason, Request, RequestEnd
-from jaxserve.scheduler.scheduler import Update
+from jaxserve.scheduler.settlement import Update
 from jaxserve.text.constraints import Constraint
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.stops import StopMatcher

@@ -26,7 +26,8 @@ from jaxserve.errors import (
 from jaxserve.metrics import Metrics
 from jaxserve.plan import Runner, StepPlan
 from jaxserve.request import FinishReason, Request
-from jaxserve.scheduler.scheduler import Scheduler, Update
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.settlement import Update
 
 OVERLAP_DEPTH: Final = 2  # steps launched before the oldest must be read
 

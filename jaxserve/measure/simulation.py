@@ -1,52 +1,33 @@
 """Requests through the real scheduler and page pool, on a virtual device, in virtual time."""
 
 import collections
-import dataclasses
 import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Final
 
 from jaxserve.config import Config
-from jaxserve.engine.limits import merge_sampling
 from jaxserve.engine.live_request import late_outcome
 from jaxserve.engine.loop import find_depth
-from jaxserve.engine.namespaces import Namespaces
 from jaxserve.engine.queue_bounds import QueueBounds, build_unreachable
-from jaxserve.errors import RequestError, WorkloadError
-from jaxserve.identity import CacheIdentity
-from jaxserve.measure.records import Arrival, Outcome, RequestRecord, ServerPhases
+from jaxserve.errors import RequestError
+from jaxserve.measure.records import Arrival, Outcome, RequestRecord
 from jaxserve.measure.replay import TimelineSample
 from jaxserve.measure.targets.base import Ask, Levels
 from jaxserve.measure.virtual_device import VirtualDevice
+from jaxserve.measure.virtual_request import RequestMaker, VirtualRequest
 from jaxserve.metrics import Metrics
 from jaxserve.plan import StepPlan, StepResult
-from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.request import FinishReason, Request
 from jaxserve.scheduler.deadlines import is_ended
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.scheduler import Scheduler
-
-NO_STOPS: Final[dict[int, FinishReason]] = {}
-
-
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class _Live:
-    """A request on its way."""
-
-    ask: Ask
-    request: Request
-    intended_s: float
-    arrivals: list[Arrival] = dataclasses.field(default_factory=list)
-    scheduled_s: float | None = None
-    is_queued: bool = True
-    has_ended: bool = False
 
 
 class Simulation:
     """One replay, with the prefix cache where the pool has one.
 
-    It does what `EngineLoop.step` does, in the same order, and its clients do what `Replay` does;
+    It does what `Engine._step` does, in the same order, and its clients do what `Replay` does;
     delivery takes no time, and nobody is late to send.
 
     Attributes:
@@ -91,22 +72,19 @@ class Simulation:
         )
         self.timeline: list[TimelineSample] = []
         self._has_cache = config.prefix_cache.enabled
-        self._namespaces = Namespaces(config.prefix_cache, _identify(pool))
+        self._maker = RequestMaker(config, tenant_of=tenant_of)
         self._queue = QueueBounds(config.limits)
-        self._queue_timeout_s = config.limits.queue_timeout_s
         self._on_record = on_record
         self._concurrency = concurrency
         self._timeout_s = timeout_s
         self._max_drain_s = max_drain_s
         self._sample_s = sample_s
-        self._tenant_of = tenant_of
         self._now_s = 0.0
-        self._live: dict[Request, _Live] = {}
-        self._by_sequence: dict[int, _Live] = {}
+        self._live: dict[Request, VirtualRequest] = {}
+        self._by_sequence: dict[int, VirtualRequest] = {}
         self._in_flight: collections.deque[tuple[StepPlan, float, StepResult]] = collections.deque()
-        self._limits: list[tuple[float, int, _Live]] = []  # when clients give up
+        self._limits: list[tuple[float, int, VirtualRequest]] = []  # when clients give up
         self._ties = itertools.count()
-        self._sampling: dict[tuple[tuple[str, object], ...], SamplingParams] = {}
         self._cut_s = math.inf
         self._num_tokens = 0
 
@@ -145,8 +123,8 @@ class Simulation:
         return None
 
     def _submit(self, ask: Ask, intended_s: float) -> None:
-        request = self._build_request(ask, intended_s)
-        live = _Live(ask=ask, request=request, intended_s=intended_s)
+        request = self._maker.make(ask, intended_s)
+        live = VirtualRequest(ask=ask, request=request, intended_s=intended_s)
         try:
             num_choices = request.sampling.num_choices
             self.scheduler.check_fits(len(request.prompt), request.max_tokens, num_choices)
@@ -163,43 +141,6 @@ class Simulation:
         limit_s = min(self._timeout_s, math.inf if ask.deadline_s is None else ask.deadline_s)
         if limit_s < math.inf:
             heapq.heappush(self._limits, (intended_s + limit_s, next(self._ties), live))
-
-    def _build_request(self, ask: Ask, intended_s: float) -> Request:
-        if isinstance(ask.prompt, str):
-            raise WorkloadError(
-                f"entry {ask.index} is a text, which only a tokenizer can count; simulate a "
-                "workload of token ids or of lengths"
-            )
-        sampling = self._merge(ask)
-        if sampling.max_tokens is None:
-            raise WorkloadError(
-                f"entry {ask.index} leaves its end to the model, which nobody can foresee; give it "
-                "wanted_tokens, or max_tokens in its sampling"
-            )
-        tenant = "" if self._tenant_of is None else self._tenant_of(ask)
-        return Request(
-            id=ask.request_id,
-            prompt=ask.prompt,
-            sampling=sampling,
-            seed=0,
-            max_tokens=sampling.max_tokens,
-            ends_by_context=False,
-            stop_ids=NO_STOPS,
-            arrival_s=intended_s,
-            priority=ask.priority,
-            deadline_s=None if ask.deadline_s is None else intended_s + ask.deadline_s,
-            queue_deadline_s=intended_s + self._queue_timeout_s,
-            tenant=tenant,
-            cache_identity=self._namespaces.find_identity(tenant, "", prompt_len=len(ask.prompt)),
-        )
-
-    def _merge(self, ask: Ask) -> SamplingParams:
-        """Returns the parameters but for the seed, which changes nothing here."""
-        key = tuple(item for item in ask.sampling.items() if item[0] != "seed")
-        found = self._sampling.get(key)
-        if found is None:
-            found = self._sampling[key] = merge_sampling(dict(key), {})
-        return found
 
     def _step(self) -> None:
         now_s = self._now_s
@@ -218,7 +159,7 @@ class Simulation:
         if len(self._in_flight) >= self._depth or (self._in_flight and not plan.has_work):
             self._retire()
 
-    def _start(self, live: _Live) -> None:
+    def _start(self, live: VirtualRequest) -> None:
         if live.scheduled_s is None:
             live.scheduled_s = self._now_s
             self._leave_queue(live)
@@ -250,11 +191,13 @@ class Simulation:
             for live in list(self._live.values()):
                 self._cancel(live, "cancelled", end_s=self._cut_s)
 
-    def _cancel(self, live: _Live, outcome: Outcome, *, end_s: float) -> None:
+    def _cancel(self, live: VirtualRequest, outcome: Outcome, *, end_s: float) -> None:
         self.scheduler.finish(live.request)
         self._record(live, outcome, end_s=end_s, finish_reason="cancelled")
 
-    def _end(self, live: _Live, outcome: FinishReason | RequestError, *, end_s: float) -> None:
+    def _end(
+        self, live: VirtualRequest, outcome: FinishReason | RequestError, *, end_s: float
+    ) -> None:
         self.scheduler.finish(live.request)
         if isinstance(outcome, RequestError):
             self._record(live, "timed_out", end_s=end_s, error=str(outcome))
@@ -267,7 +210,7 @@ class Simulation:
 
     def _record(
         self,
-        live: _Live,
+        live: VirtualRequest,
         outcome: Outcome,
         *,
         end_s: float,
@@ -280,29 +223,17 @@ class Simulation:
         self._live.pop(live.request, None)
         for sequence in live.request.sequences:
             self._by_sequence.pop(sequence.id, None)
-        ask, request = live.ask, live.request
         self._on_record(
-            RequestRecord(
-                index=ask.index,
-                request_id=ask.request_id,
-                prompt_class=ask.prompt_class,
-                intended_s=live.intended_s,
-                sent_s=live.intended_s,
-                arrivals=tuple(live.arrivals),
+            live.build_record(
+                outcome,
                 end_s=end_s,
-                outcome=outcome,
-                prompt_tokens=len(request.prompt),
-                output_tokens=len(live.arrivals),
-                cached_prompt_tokens=request.num_cached if self._has_cache else None,
-                wanted_tokens=ask.wanted_tokens,
-                deadline_s=ask.deadline_s,
-                finish_reason=finish_reason,
                 error=error,
-                phases=_phases(live),
+                finish_reason=finish_reason,
+                has_cache=self._has_cache,
             )
         )
 
-    def _leave_queue(self, live: _Live) -> None:
+    def _leave_queue(self, live: VirtualRequest) -> None:
         if live.is_queued:
             live.is_queued = False
             self._queue.leave(len(live.request.prompt))
@@ -324,26 +255,3 @@ class Simulation:
                 ),
             )
         )
-
-
-def _identify(pool: PagePool) -> CacheIdentity:
-    """Returns what all K/V of a simulation has in common: it is of one model."""
-    return CacheIdentity(
-        weights="", tokenizer="", positions="", kv_dtype="", page_size=pool.page_size
-    )
-
-
-def _phases(live: _Live) -> ServerPhases:
-    if live.scheduled_s is None:
-        return ServerPhases()
-    queue_s = live.scheduled_s - live.intended_s
-    if not live.arrivals:
-        return ServerPhases(queue_s=queue_s)
-    first_s, last_s = live.arrivals[0].time_s, live.arrivals[-1].time_s
-    return ServerPhases(
-        queue_s=queue_s,
-        prefill_s=first_s - live.scheduled_s,
-        decode_s=last_s - first_s,
-        delivery_s=0.0,
-        compile_s=0.0,
-    )

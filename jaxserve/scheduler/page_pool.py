@@ -19,6 +19,7 @@ class PagePool:
 
     Attributes:
       cache: what is known of full pages, held ones too; None where nothing is kept.
+      retired_step: the last step whose result is on the host.
       num_repeated_tokens: tokens in shared pages, counted once for each holder but one.
     """
 
@@ -34,7 +35,7 @@ class PagePool:
         self._last_step = [0] * num_pages  # the last step that any holder gave it up after
         self._pending: dict[int, list[int]] = {}  # step_id → pages that wait for it, or did
         self._waits_for = [0] * num_pages  # the step that a pending page waits for
-        self._retired_step = 0
+        self.retired_step = 0
 
     @property
     def num_usable(self) -> int:
@@ -145,7 +146,7 @@ class PagePool:
             if self._references[page]:
                 self.num_repeated_tokens -= self._shared_tokens[page]
                 continue
-            if waits_for > self._retired_step:
+            if waits_for > self.retired_step:
                 self._pending.setdefault(waits_for, []).append(page)
                 self._waits_for[page] = waits_for
                 self.num_pending += 1
@@ -154,7 +155,7 @@ class PagePool:
 
     def retire(self, step_id: int) -> None:
         """A step's result is on the host: pages that only waited for it become free."""
-        self._retired_step = step_id
+        self.retired_step = step_id
         for waited_for in [step for step in self._pending if step <= step_id]:
             for page in self._pending.pop(waited_for):
                 if self._waits_for[page] == waited_for:  # else the cache gave it to somebody
@@ -186,7 +187,7 @@ class PagePool:
         )
         assert repeated == self.num_repeated_tokens, f"{repeated} tokens are shared"
         assert len(pending) == self.num_pending, f"{len(pending)} pages pend: {self.num_pending}"
-        assert all(step > self._retired_step for step in self._pending), "a page pends for nothing"
+        assert all(step > self.retired_step for step in self._pending), "a page pends for nothing"
         assert all(page in self._pending[self._waits_for[page]] for page in pending)
         everywhere = sorted(self._free + pending + held + cached)
         assert everywhere == list(range(1, self.num_pages)), (

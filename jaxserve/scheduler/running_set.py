@@ -57,6 +57,11 @@ class RunningSet:
         sequence.pages.clear()
         sequence.num_computed = 0
 
+    def is_in_flight(self, sequence: Sequence) -> bool:
+        """Whether a step that a sequence is in, or was in before it was preempted, has not retired
+        yet."""
+        return sequence.last_step > self._pool.retired_step
+
     def find_ending(self) -> list[Sequence]:
         """Returns those whose rows and pages come free with the steps in flight."""
         return [sequence for sequence in self._sequences if is_ending(sequence)]

@@ -1,6 +1,5 @@
 """Requests from the queue to their end: what a step is to do, and what came of it."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection
 from typing import Literal
@@ -8,37 +7,16 @@ from typing import Literal
 from jaxserve.config import SchedulerSection
 from jaxserve.errors import InvalidRequestError
 from jaxserve.metrics import Metrics
-from jaxserve.plan import Chunk, StepLimits, StepPlan, StepResult, TokenLogprobs
-from jaxserve.request import FinishReason, Request, Sequence, SequenceState
+from jaxserve.plan import StepLimits, StepPlan, StepResult
+from jaxserve.request import Request, Sequence, SequenceState
 from jaxserve.scheduler.admission import Admission
 from jaxserve.scheduler.deadlines import Deadlines, is_ended
+from jaxserve.scheduler.live_set import LiveSet
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.planner import Planner
 from jaxserve.scheduler.running_set import find_unforked
+from jaxserve.scheduler.settlement import Settlement, Update
 from jaxserve.scheduler.step_time import StepTimes, measure_work
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Update:
-    """What a committed step brought one live choice. Its fields have places, as one is made of
-    every token.
-
-    Attributes:
-      token_id: the sampled token, an end token too; None where the logits were not finite, or
-        nothing was sampled.
-      finish: why the choice ends with this; the engine then gives it to `Scheduler.end`.
-      logprobs: the token's, where they were asked for.
-      prompt_logprobs: of the prompt's next tokens, in order: those of a request's updates together
-        are the prompt's from its second token on. They come once, a preemption or not, before its
-        first token or with it.
-    """
-
-    sequence: Sequence
-    token_id: int | None = None
-    finish: FinishReason | None = None
-    not_finite: bool = False
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 def _weigh_alike(tenant: str) -> float:
@@ -106,17 +84,16 @@ class Scheduler:
         self._planned_s: dict[int, float] = {}  # of steps in flight
         self._read_s = -math.inf  # when the last result was
         self._deadlines = Deadlines()
-        self._next_sequence_id = 1
-        self._live: dict[int, Sequence] = {}
-        self._owners: dict[int, Request] = {}  # of all choices of requests that have not ended
-        self._num_live_requests = 0
-        self._ended: set[int] = set()  # reported as ended, and not yet given to end() or finish()
+        self._live = LiveSet()
+        self._settlement = Settlement(
+            self._live, pool=pool, reuse=self._reuse, admission=self._admission, metrics=metrics
+        )
         metrics.kv_capacity_tokens.set(pool.capacity_tokens)
 
     @property
     def num_waiting(self) -> int:
         """Requests none of whose choices runs."""
-        return self._num_live_requests - self.num_running
+        return self._live.num_requests - self.num_running
 
     @property
     def num_running(self) -> int:
@@ -170,16 +147,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request that `check_fits` has let through, and makes its sequences, one for each
         choice. The first waits; the others begin where it has computed the prompt."""
-        for choice in range(request.sampling.num_choices):
-            state = SequenceState.UNFORKED if choice else SequenceState.WAITING
-            sequence = Sequence(
-                id=self._next_sequence_id, request=request, choice=choice, state=state
-            )
-            self._next_sequence_id += 1
-            request.sequences.append(sequence)
-            self._live[sequence.id] = sequence
-            self._owners[sequence.id] = request
-        self._num_live_requests += 1
+        self._live.add(request)
         self._waiting.add(request.sequences[0])
         self._deadlines.add(request)
         if self._admission is not None:
@@ -235,26 +203,22 @@ class Scheduler:
             case SequenceState.WAITING:
                 self._waiting.remove(sequence)
         sequence.state = SequenceState.FINISHED
-        self._reuse.leave(sequence, is_in_flight=self._planner.is_in_flight(sequence))
+        self._reuse.leave(sequence, is_in_flight=self._running.is_in_flight(sequence))
         sequence.num_in_flight = 0
-        self._ended.discard(sequence.id)
-        del self._live[sequence.id]
+        self._live.remove(sequence)
         if unforked:  # the next choice computes the prompt
             unforked[0].state = SequenceState.WAITING
             unforked[0].last_step = sequence.last_step  # scores may be in flight
             self._waiting.add(unforked[0])
         if is_ended(sequence.request):
-            for ended in sequence.request.sequences:
-                del self._owners[ended.id]
-            self._num_live_requests -= 1
-            self._deadlines.trim(self._num_live_requests)
+            self._deadlines.trim(self._live.num_requests)
 
     def preempt(self, request: Request) -> None:
         """Takes rows and pages of a request's running choices back; each is recomputed from its
         first token."""
         for sequence in request.sequences:
             if sequence.state is SequenceState.RUNNING:
-                self._planner.preempt(sequence)
+                self._planner.preemption.preempt(sequence)
 
     def schedule(self, now_s: float) -> StepPlan:
         """Returns the next step's work; without work where there is none, or it must wait.
@@ -264,7 +228,9 @@ class Scheduler:
         """
         in_flight = self._planner.num_in_flight
         assert in_flight < self._overlap_depth, f"{in_flight} steps are in flight already"
-        assert not self._ended, f"sequences {self._ended} have ended and were not finished"
+        assert not self._live.ended, (
+            f"sequences {self._live.ended} have ended and were not finished"
+        )
         plan = self._planner.plan(now_s)
         if plan.has_work:
             self._planned_s[plan.step_id] = now_s
@@ -291,32 +257,8 @@ class Scheduler:
         if now_s is not None:
             self._time_step(plan, result, seconds=now_s - max(planned_s, self._read_s))
             self._read_s = now_s
-        updates: list[Update] = []
-        num_surplus = num_useful = 0
-        is_plain = not result.not_finite and not result.logprobs
-        for chunk in plan.chunks:
-            if is_plain and chunk.samples and chunk.num_tokens == 1 and not chunk.forks:
-                sequence = self._live.get(chunk.sequence_id)
-                if sequence is not None and chunk.scoring is None:
-                    num_useful += 1
-                    updates.append(self._settle_token(sequence, chunk, result, stopped))
-                    continue
-            live = self._find_live(chunk)
-            self._publish(chunk, live, result)
-            num_useful += bool(live)
-            if chunk.samples:
-                num_surplus += 1 + len(chunk.forks) - len(live)
-                new = [self._settle(sequence, result, stopped) for sequence in live]
-            else:
-                new = self._settle_prompt(live, chunk)
-            if chunk.scoring and (request := self._owners.get(chunk.sequence_id)):
-                new = new or [Update(sequence=self._get_live(request))]
-                self._take_scores(new[0], chunk, result)
-            updates += new
+        updates = self._settlement.settle(plan, result, stopped)
         self._reuse.retire(plan.step_id)
-        self._metrics.useful_rows.inc(num_useful)
-        if num_surplus:
-            self._metrics.surplus_tokens.inc(num_surplus)
         return updates
 
     def update_gauges(self, num_new: int = 0, num_new_tokens: int = 0) -> None:
@@ -329,7 +271,7 @@ class Scheduler:
         metrics, pool = self._metrics, self._pool
         num_running = self.num_running
         metrics.requests_running.set(num_running)
-        metrics.requests_waiting.set(self._num_live_requests - num_running + num_new)
+        metrics.requests_waiting.set(self._live.num_requests - num_running + num_new)
         metrics.waiting_tokens.set(self.waiting_tokens + num_new_tokens)
         metrics.kv_usage.set(1 - pool.num_free / pool.num_usable)
         num_used = sum(sequence.num_computed for sequence in self._running)
@@ -342,19 +284,10 @@ class Scheduler:
     def check(self) -> None:
         """Asserts that every page and row is in exactly one place, and the queues agree."""
         self._running.check()
-        self._reuse.check(set(self._live))
-        live = self._live.values()
-        unforked = [s for s in live if s.state is SequenceState.UNFORKED]
-        num_known = len(self._running) + len(self._waiting) + len(unforked)
-        assert len(live) == num_known, "a sequence is lost"
-        num_requests = len({id(sequence.request) for sequence in live})
-        owners = {id(request) for request in self._owners.values()}
-        assert len(owners) == num_requests, "an ended request is remembered"
-        assert num_requests == self._num_live_requests, f"{num_requests} requests are live"
-        for sequence in unforked:
-            others = [s for s in sequence.request.sequences if s.id in self._live]
-            firsts = [s for s in others if s.state is not SequenceState.UNFORKED]
-            assert len(firsts) == 1, f"nobody computes the prompt for sequence {sequence.id}"
+        self._reuse.check(set(self._live.sequences))
+        self._live.check()
+        num_known = len(self._running) + len(self._waiting) + len(self._live.find_unforked())
+        assert len(self._live.sequences) == num_known, "a sequence is lost"
 
     def _time_step(self, plan: StepPlan, result: StepResult, *, seconds: float) -> None:
         """Takes in how long a step took, unless it waited for something beside the device."""
@@ -365,103 +298,3 @@ class Scheduler:
         error = self.step_times.observe(result.bucket, measure_work(plan), seconds)
         if error is not None:
             self._metrics.step_time_error.observe(error)
-
-    def _settle(self, sequence: Sequence, result: StepResult, stopped: Collection[int]) -> Update:
-        """Appends the sampled token and decides whether the sequence ends with it."""
-        sequence.num_in_flight -= 1
-        if sequence.id in result.not_finite:
-            self._ended.add(sequence.id)
-            return Update(sequence=sequence, not_finite=True)
-        request = sequence.request
-        token_id = result.token_ids[sequence.id]
-        finish = None
-        if token_id in request.stop_ids and len(sequence.output) >= request.sampling.min_tokens:
-            finish = request.stop_ids[token_id]
-        sequence.output.append(token_id)
-        if finish is None and sequence.id in stopped:
-            finish = FinishReason.STOP
-        if finish is None and len(sequence.output) >= request.max_tokens:
-            by_context = request.ends_by_context
-            finish = FinishReason.CONTEXT_LENGTH if by_context else FinishReason.MAX_TOKENS
-        if finish:
-            self._ended.add(sequence.id)
-            if self._admission is not None:
-                self._admission.note_end(sequence)
-        return Update(
-            sequence=sequence,
-            token_id=token_id,
-            finish=finish,
-            logprobs=result.logprobs.get(sequence.id),
-        )
-
-    def _publish(self, chunk: Chunk, live: list[Sequence], result: StepResult) -> None:
-        """Keeps the pages that a chunk filled, now that it is known what came of it."""
-        not_finite, end = result.not_finite, chunk.start + chunk.num_tokens
-        if not_finite and _has_failed(chunk, not_finite):
-            self._reuse.forget(chunk.sequence_id, self._live.get(chunk.sequence_id))
-            return
-        page_size = self._pool.page_size
-        if chunk.start // page_size < end // page_size:
-            running = (s for s in live if s.state is SequenceState.RUNNING)
-            holder = next(running, None)  # None: who computed it has given its pages up
-            if holder is not None:
-                self._reuse.publish(holder, end)
-        if chunk.samples:
-            self._reuse.prove(chunk.sequence_id)
-
-    def _settle_token(
-        self, sequence: Sequence, chunk: Chunk, result: StepResult, stopped: Collection[int]
-    ) -> Update:
-        """Does what `_publish` and `_settle` do, for one token of one that decodes alone."""
-        if self._reuse.is_on:
-            end = chunk.start + 1
-            if not end % self._pool.page_size and sequence.state is SequenceState.RUNNING:
-                self._reuse.publish(sequence, end)
-            self._reuse.prove(sequence.id)
-        request, output = sequence.request, sequence.output
-        token_id = result.token_ids[sequence.id]
-        may_end = len(output) + 1 >= request.max_tokens or sequence.id in stopped
-        if may_end or token_id in request.stop_ids:
-            return self._settle(sequence, result, stopped)
-        sequence.num_in_flight -= 1
-        output.append(token_id)
-        return Update(sequence, token_id)
-
-    def _find_live(self, chunk: Chunk) -> list[Sequence]:
-        """Returns those of a chunk's choices that have not ended."""
-        first = self._live.get(chunk.sequence_id)
-        live = [] if first is None else [first]
-        if not chunk.forks:
-            return live
-        ids = [fork.sequence_id for fork in chunk.forks]
-        return live + [self._live[id_] for id_ in ids if id_ in self._live]
-
-    def _get_live(self, request: Request) -> Sequence:
-        return next(sequence for sequence in request.sequences if sequence.id in self._live)
-
-    def _take_scores(self, update: Update, chunk: Chunk, result: StepResult) -> None:
-        """Adds a chunk's part of its prompt's log-probabilities to the request's update."""
-        if chunk.sequence_id in result.not_finite:
-            update.not_finite, update.token_id, update.finish = True, None, None
-            self._ended.add(update.sequence.id)
-            return
-        assert chunk.scoring is not None
-        update.prompt_logprobs = tuple(result.prompt_logprobs[chunk.sequence_id])
-        update.sequence.request.num_scored = chunk.scoring.first + len(chunk.scoring.targets)
-
-    def _settle_prompt(self, live: list[Sequence], chunk: Chunk) -> list[Update]:
-        """Ends a request that wants its prompt scored and no more, after the last chunk of it."""
-        if not live or live[0].request.max_tokens:
-            return []
-        if chunk.start + chunk.num_tokens < live[0].num_tokens:
-            return []
-        ended = [other for other in live[0].request.sequences if other.id in self._live]
-        self._ended.update(other.id for other in ended)
-        return [Update(sequence=other, finish=FinishReason.MAX_TOKENS) for other in ended]
-
-
-def _has_failed(chunk: Chunk, not_finite: Collection[int]) -> bool:
-    """Whether logits of a chunk, or of a choice forked from it, were not finite."""
-    return chunk.sequence_id in not_finite or any(
-        fork.sequence_id in not_finite for fork in chunk.forks
-    )

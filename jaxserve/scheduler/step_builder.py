@@ -24,6 +24,7 @@ class StepBuilder:
         self,
         limits: StepLimits,
         *,
+        step_id: int,
         max_tokens: int,
         max_chunks: int,
         max_chunk_tokens: int | None = None,
@@ -31,6 +32,7 @@ class StepBuilder:
         """Args:
         max_chunk_tokens: less than the limit, rounded to tiles.
         """
+        self.step_id = step_id
         self.num_decoding = 0
         self.pages_are_short = False
         self.waits_for: RetireReason | None = None
@@ -126,7 +128,7 @@ class StepBuilder:
         sequence.num_computed = end
         sequence.num_in_flight += samples
 
-    def add_token(self, sequence: Sequence, start: int, step_id: int) -> None:
+    def add_token(self, sequence: Sequence, start: int) -> None:
         """Plans the next token of a sequence that decodes and moves it on: what `add` does, where
         nothing else is to be thought of. Nine in ten calls are this one.
 
@@ -157,7 +159,7 @@ class StepBuilder:
         self._rows_left -= 1
         sequence.num_computed = start + 1
         sequence.num_in_flight = num_in_flight + 1
-        sequence.last_step = step_id
+        sequence.last_step = self.step_id
 
     def copy_page(self, source: int, target: int) -> None:
         """Plans a copy that is made before this step writes anything."""
@@ -184,9 +186,9 @@ class StepBuilder:
             )
         )
 
-    def build(self, step_id: int, preempted: tuple[int, ...]) -> StepPlan:
+    def build(self, preempted: tuple[int, ...]) -> StepPlan:
         return StepPlan(
-            step_id=step_id,
+            step_id=self.step_id,
             chunks=(*self._singles, *self._longer),
             row_loads=tuple(self._row_loads),
             copies=tuple(self._copies),

@@ -18,7 +18,8 @@ from jaxserve.errors import (
 )
 from jaxserve.plan import Bucket, StepPlan, StepResult
 from jaxserve.request import SamplingParams
-from jaxserve.scheduler.scheduler import Scheduler, Update
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.settlement import Update
 from jaxserve.scheduler.step_time import StepWork
 from tests.engines import LIMITS, ask, build_engine, check_accounts, gather, serve
 from tests.fakes import VOCAB_SIZE, Script, expected_output

@@ -162,7 +162,7 @@ class Round:
             sequence = self.rng.choice(running)
             self.num_forced[sequence] += 1
             self.log.append(f"preempt sequence {sequence.id}")
-            self.loop.scheduler._planner.preempt(sequence)
+            self.loop.scheduler._planner.preemption.preempt(sequence)
 
     def wait(self) -> None:
         self.loop.now_s += self.rng.uniform(0, 3)
