@@ -60,11 +60,14 @@ class Engine:
         model: ServedModel,
         metrics: Metrics,
         page_bytes: int = 0,
+        step_times: StepTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
         page_bytes: size of a KV page over all layers, for the gauges.
+        step_times: what is known of them already.
         """
+        self._runner = runner
         self.tokenizer = tokenizer
         self.parsers = find_parsers(
             tokenizer, tool=config.model.tool_parser, reasoning=config.model.reasoning_parser
@@ -95,6 +98,7 @@ class Engine:
             overlap_depth=find_depth(config),
             metrics=metrics,
             page_bytes=page_bytes,
+            step_times=step_times,
             weight_of=self.quotas.weight,
         )
         self._intake = Intake(config.limits)  # where other threads and the engine's meet
@@ -251,6 +255,26 @@ class Engine:
         constraint = self._constraints.build(request.sampling, structured)
         request.is_masked = constraint is not None
         return constraint
+
+    def follow(self, config: Config) -> "Engine":
+        """Returns an engine on the same runner that knows its step times, not started yet. This one
+        must have stopped, or never begun.
+
+        Args:
+          config: may differ from this one's in all that the runner is not made of: scheduling,
+            limits, the prefix cache.
+        """
+        assert not self._thread.is_alive(), "two engines on one runner"
+        return Engine(
+            runner=self._runner,
+            tokenizer=self.tokenizer,
+            config=config,
+            model=self.model,
+            metrics=self.metrics,
+            page_bytes=round(self.kv_token_bytes * self.config.kv.page_size),
+            step_times=self.step_times,
+            clock=self._clock,
+        )
 
     def drain(self, timeout_s: float) -> None:
         """Refuses new requests, lets running ones end for a while, then stops.
