@@ -21,7 +21,8 @@ from jaxserve.plan import StepLimits, StepPlan, StepResult, TokenLogprobs, Token
 from jaxserve.request import FinishReason, Request, SamplingParams, Sequence, SequenceState
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.prefix_cache import PrefixCache
-from jaxserve.scheduler.scheduler import Scheduler, Update
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.settlement import Update
 from tests.fake_logprobs import expected_logprobs, expected_prompt_logprobs
 from tests.fakes import (
     FLAVOR,
@@ -234,9 +235,13 @@ class Loop:
     def advance(self) -> Point:
         """Goes on to the next point of the engine's loop, and checks the books there."""
         point = next(self._points)
+        self.check()
+        return point
+
+    def check(self) -> None:
+        """Asserts that every page and row is in one place, and each cached page is what it says."""
         self.scheduler.check()
         self._check_cache()
-        return point
 
     def step(self, on_point: Callable[[Point], None] | None = None) -> None:
         """One round of the engine: up to the next "committed", or to a plan that only launched."""

@@ -64,8 +64,8 @@ def draw_sampling(rng: random.Random) -> SamplingParams:
 class Round:
     """One loop, the operations played on it, and their log."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
         options = self.draw_options()
         self.configuration = str(options)
         self.loop = Loop(**options)  # type: ignore[arg-type]  # drawn by name
@@ -93,6 +93,10 @@ class Round:
         operations = self.operations()
         for _ in range(num_operations):
             self.rng.choices(list(operations), weights=list(operations.values()))[0]()
+        self.drain()
+
+    def drain(self) -> None:
+        """Nobody waits for ever, and nobody is preempted without end."""
         self.log.append("drain")
         owed = sum((len(r.prompt) + r.max_tokens) * len(r.sequences) for r in self.loop.live)
         self.loop.drain(max_steps=6 * owed + 10)
@@ -177,7 +181,7 @@ def is_running(sequence: Sequence) -> bool:
 def play_round(
     seed: int, num_operations: int = OPERATIONS_A_ROUND, *, kind: type[Round] = Round
 ) -> Round:
-    played = kind(seed)
+    played = kind(random.Random(seed))
     try:
         played.play(num_operations)
     except BaseException as error:
