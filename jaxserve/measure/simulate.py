@@ -1,5 +1,6 @@
 """A benchmark without a device: simulations of one load, and the same result as of a live run."""
 
+import copy
 import dataclasses
 import itertools
 import random
@@ -165,6 +166,7 @@ class Simulator:
             max_drain_s=self.options.max_drain_s,
             sample_s=max(1.0, span_s / NUM_SAMPLES),
             tenant_of=self.tenant_of,
+            step_times=copy.deepcopy(self.served.times),
         )
         with self.load.open_entries() as entries:
             simulation.run(self._asks(entries, maker, salt))

@@ -22,6 +22,7 @@ from jaxserve.request import FinishReason, Request
 from jaxserve.scheduler.deadlines import is_ended
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.step_time import StepTimes
 
 
 class Simulation:
@@ -49,12 +50,14 @@ class Simulation:
         max_drain_s: float | None = None,
         sample_s: float = 1.0,
         tenant_of: Callable[[Ask], str] | None = None,
+        step_times: StepTimes | None = None,
     ) -> None:
         """Args:
         on_record: called with each request that ended.
         concurrency: of a closed loop; None is an open one.
         timeout_s, max_drain_s: as those of `Replay`.
         tenant_of: whose a request is; None has no tenants.
+        step_times: what the scheduler knows of steps at the start.
         """
         self._depth = find_depth(config)
         self._device = device
@@ -68,6 +71,7 @@ class Simulation:
             max_model_tokens=max_model_tokens,
             overlap_depth=self._depth,
             metrics=metrics,
+            step_times=step_times,
             weight_of=lambda tenant: config.tenants.limits_of(tenant).weight,
         )
         self.timeline: list[TimelineSample] = []

@@ -89,7 +89,7 @@ class Planner:
         self._max_chunks = min(config.max_chunks, limits.max_chunks)
         self._max_step_tokens = config.max_step_tokens or limits.max_rows + limits.max_chunk_tokens
         self._check_step(max_model_tokens)
-        self._chunk_size = (
+        self.chunk_size = (
             ChunkSize(config.target_itl_s, step_times, limits) if config.target_itl_s else None
         )
         self._next_step = 1
@@ -121,9 +121,9 @@ class Planner:
 
     def _find_chunk_size(self) -> int | None:
         """Returns the prompt tokens that the target leaves; None where there is none."""
-        if self._chunk_size is None:
+        if self.chunk_size is None:
             return None
-        found = self._chunk_size.find(self.running)
+        found = self.chunk_size.find(self.running)
         if found < self._limits.max_chunk_tokens:
             self._metrics.limited_chunk_steps.inc()
         return found

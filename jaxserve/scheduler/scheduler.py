@@ -57,7 +57,7 @@ class Scheduler:
         Raises:
           ConfigError: a step is too small for a prompt.
         """
-        self.step_times = step_times or StepTimes()
+        self.step_times = StepTimes() if step_times is None else step_times
         self._planner = Planner(
             config=config,
             reserve=reserve,
@@ -78,7 +78,9 @@ class Scheduler:
         self._metrics = metrics
         self._page_bytes = page_bytes
         self._admission = (
-            Admission(self.step_times, self._running, limits) if config.policy == "edf" else None
+            Admission(self.step_times, self._running, limits, chunk_size=self._planner.chunk_size)
+            if config.policy == "edf"
+            else None
         )
         self._new: list[Request] = []  # with edf: whose deadlines nobody has looked at
         self._planned_s: dict[int, float] = {}  # of steps in flight
@@ -234,6 +236,8 @@ class Scheduler:
         plan = self._planner.plan(now_s)
         if plan.has_work:
             self._planned_s[plan.step_id] = now_s
+            if self._admission is not None:
+                self._admission.note_plan(plan, now_s)
         return plan
 
     def commit(
@@ -254,6 +258,8 @@ class Scheduler:
         """
         self._planner.retire(plan.step_id)
         planned_s = self._planned_s.pop(plan.step_id)
+        if self._admission is not None:
+            self._admission.note_result(now_s)
         if now_s is not None:
             self._time_step(plan, result, seconds=now_s - max(planned_s, self._read_s))
             self._read_s = now_s

@@ -4,6 +4,7 @@ import pytest
 
 from jaxserve.plan import Bucket
 from jaxserve.request import Request
+from jaxserve.scheduler.admission import PROBE
 from jaxserve.scheduler.step_time import StepWork
 from tests.scheduler.loop import Loop
 
@@ -25,16 +26,58 @@ def is_refused(loop: Loop, request: Request) -> bool:
     return loop.outcomes.get(request) == "unreachable"
 
 
-@pytest.mark.parametrize(("deadline_s", "is_reachable"), [(10.5, False), (12.5, True)])
-def test_a_request_alone_needs_its_chunks_its_tokens_and_the_step_before(
+@pytest.mark.parametrize(("deadline_s", "is_reachable"), [(9.5, False), (10.5, True)])
+def test_a_request_alone_needs_its_chunks_and_its_tokens(
     deadline_s: float, is_reachable: bool
 ) -> None:
-    """The step that runs, two chunks of its prompt of 12, eight tokens more: eleven seconds."""
+    """Two chunks of its prompt of 12, eight tokens more: ten seconds."""
     loop = build()
     request = loop.add(12, 9, deadline_s=deadline_s)
     loop.step()
     assert is_refused(loop, request) is not is_reachable
     assert bool(request.sequences[0].last_step) is is_reachable
+
+
+@pytest.mark.parametrize(("deadline_s", "is_reachable"), [(10.5, False), (11.5, True)])
+def test_beside_another_it_comes_behind_the_step_that_runs(
+    deadline_s: float, is_reachable: bool
+) -> None:
+    loop = build()
+    loop.add(3, 20)
+    loop.step()  # launched, and not read yet
+    request = loop.add(12, 9, deadline_s=loop.now_s + deadline_s)
+    loop.step()
+    assert is_refused(loop, request) is not is_reachable
+
+
+def test_the_step_that_runs_is_nearly_done() -> None:
+    loop = build()
+    loop.add(3, 20)
+    loop.step()
+    request = loop.add(12, 9, deadline_s=loop.now_s + 11.5)
+    loop.now_s += 0.9
+    loop.step()
+    assert not is_refused(loop, request)
+
+
+def test_a_short_prompt_s_step_counts_and_not_the_largest() -> None:
+    loop = build()
+    large = Bucket(decode_seqs=2, verify_tokens=1, chunk_tokens=16)
+    for kv in range(20):
+        loop.scheduler.step_times.observe(large, StepWork(kv, kv), 9.0)
+    request = loop.add(4, 2, deadline_s=2.5)
+    loop.step()
+    assert not is_refused(loop, request)
+
+
+def test_a_machine_that_was_slow_once_does_not_refuse_everybody_for_ever() -> None:
+    """Whoever is let in shows how long a step takes now; meanwhile nobody else would."""
+    loop = build()
+    requests = []
+    for _ in range(PROBE):
+        requests.append(loop.add(12, 9, deadline_s=loop.now_s + 5.0))
+        loop.drain(30)
+    assert [is_refused(loop, request) for request in requests] == [True] * (PROBE - 1) + [False]
 
 
 def test_while_nothing_is_known_of_steps_nobody_is_refused() -> None:
@@ -64,7 +107,7 @@ def test_who_runs_and_who_waits_before_it_count() -> None:
 
 def test_the_queue_timeout_is_for_the_first_token() -> None:
     loop = build()
-    late = loop.add(12, 9, queue_deadline_s=2.5)
+    late = loop.add(12, 9, queue_deadline_s=1.5)
     fine = loop.add(12, 9, queue_deadline_s=9.5)
     loop.step()
     assert is_refused(loop, late)
