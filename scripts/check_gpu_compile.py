@@ -68,6 +68,8 @@ MODULES = {
     "output": "*output_step",
     "score": "score_step",
     "page_copy": "copy_pages",
+    "page_out": "page_out",
+    "page_in": "page_in",
 }
 
 
@@ -93,7 +95,7 @@ def build_spec(
         max_logprobs=config.limits.max_logprobs,
         attention="xla",
     )
-    return spec, program_keys(spec, scheme)
+    return spec, program_keys(spec, scheme, has_host_tier=True)
 
 
 def top_level_thunks(module: str) -> list[str]:
@@ -136,7 +138,7 @@ def main() -> int:
             assert memory is not None, "XLA:GPU always has one"
             thunks = top_level_thunks(MODULES[key.kind])
             outside = [kind for kind in thunks if kind != "kCommandBuffer"]
-            has_pool = key.kind in ("forward", "page_copy")
+            has_pool = key.kind in ("forward", "page_copy", "page_in")
             is_in_place = not has_pool or memory.alias_size_in_bytes >= pool_bytes
             is_small = memory.temp_size_in_bytes < pool_bytes / 2
             is_good = is_in_place and is_small and not outside

@@ -17,6 +17,7 @@ from typing import Final, Literal
 import numpy as np
 import tokenizers
 
+from jaxserve.host_pages import HostPages
 from jaxserve.plan import (
     NO_LAPS,
     Bucket,
@@ -274,6 +275,7 @@ class FakeRunner:
         self.limits = limits
         self.num_pages = num_pages
         self.page_size = page_size
+        self.host_pages: HostPages | None = None
         self.vocab_size = vocab_size
         self.script = script
         self.late_writes = late_writes

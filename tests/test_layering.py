@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "jaxserve"
-BASE = {"errors", "config", "identity", "request", "plan", "metrics", "mechanisms"}
+BASE = {"errors", "config", "host_pages", "identity", "request", "plan", "metrics", "mechanisms"}
 MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"server", "measure", "engine", "calibrate", "checkpoint", "client", "llm"},
     "server": {"engine", "gen", "text"},

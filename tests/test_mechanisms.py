@@ -81,7 +81,7 @@ def test_every_pair_of_the_table_is_known_and_nothing_else_is() -> None:
 
 
 def test_the_defaults_and_the_shipped_files_pass_the_check() -> None:
-    assert check_mechanisms(Config()) == MECHANISMS
+    assert check_mechanisms(Config()) == tuple(row for row in MECHANISMS if row.name != "host_tier")
     for path in CONFIGS.glob("*.toml"):
         check_mechanisms(load_config(path))
 
@@ -89,6 +89,18 @@ def test_the_defaults_and_the_shipped_files_pass_the_check() -> None:
 def test_the_baseline_turns_off_every_optional_row() -> None:
     active = active_mechanisms(load_config(CONFIGS / "baseline.toml"))
     assert set(active) == {mechanism for mechanism in MECHANISMS if mechanism.in_baseline}
+
+
+def test_all_of_them_work_together() -> None:
+    assert check_mechanisms(load_config(flags={"host_tier.enabled": True})) == MECHANISMS
+
+
+def test_one_without_what_it_needs_is_refused_with_the_two_ways_out() -> None:
+    config = load_config(flags={"host_tier.enabled": True, "prefix_cache.enabled": False})
+    with pytest.raises(ConfigError, match="host_tier does nothing without prefix_cache") as caught:
+        check_mechanisms(config)
+    ways_out = "set prefix_cache.enabled = true or host_tier.enabled = false"
+    assert str(caught.value).endswith(ways_out)
 
 
 def test_an_unknown_pair_is_refused_with_the_two_ways_out() -> None:
@@ -170,7 +182,9 @@ def run_on_device(*, overlap: bool, capture: bool) -> Metrics:
 
 
 @pytest.mark.parametrize(
-    "mechanism", [row for row in MECHANISMS if row.name != "buckets"], ids=lambda row: row.name
+    "mechanism",
+    [row for row in MECHANISMS if row.name not in ("buckets", "host_tier")],
+    ids=lambda row: row.name,
 )
 def test_a_mechanism_counts_while_on_and_not_while_off(mechanism: Mechanism) -> None:
     small = {"kv.page_size": 4, "scheduler.max_seqs": 2}

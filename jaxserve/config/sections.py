@@ -143,6 +143,20 @@ class PrefixCacheSection(Section):
     )
 
 
+class HostTierSection(Section):
+    """KV pages in host memory: what the prefix cache drops from the pool, as long as there is room
+    (docs/prefix-cache.md)."""
+
+    enabled: bool = pydantic.Field(
+        False,
+        description="Copy pages that the prefix cache would drop to host memory, and back where "
+        "that takes less time than to compute them. Needs prefix_cache.enabled.",
+    )
+    max_bytes: int = pydantic.Field(
+        1 * GIB, ge=1, description="Bytes of those pages; what is worth least goes first."
+    )
+
+
 class SchedulerSection(Section):
     """Which requests run, and how many tokens a step computes."""
 
@@ -627,6 +641,7 @@ class Config(Section):
     sampling: SamplingSection = SamplingSection()
     kv: KVSection = KVSection()
     prefix_cache: PrefixCacheSection = PrefixCacheSection()
+    host_tier: HostTierSection = HostTierSection()
     scheduler: SchedulerSection = SchedulerSection()
     buckets: BucketsSection = BucketsSection()
     runner: RunnerSection = RunnerSection()

@@ -47,6 +47,7 @@ _LATE_ERRORS: Final = (
 # And of those the ones that end it too: a grammar can turn out to be too complex on the way.
 _GRAMMAR_ERRORS: Final = (errors.BadGrammarError, errors.QueueFullError)
 AUTH_FAILURES: Final = ("missing", "unknown", "expired")
+HOST_TIER_DROPS: Final = ("budget", "damaged")
 SPAN_DROPS: Final = ("queue_full", "export_failed", "shutdown")
 _STATE_LABELS: Final = ("not_serving", "engine_dead")
 _Family = Counter | Gauge | Histogram | Info
@@ -251,6 +252,7 @@ class Metrics:
             "namespace",
             "reason",
         )
+        self._make_host_tier()
         self.overlapped_steps = self._counter(
             "overlapped_steps", "Steps launched before an earlier result was read."
         )
@@ -261,7 +263,39 @@ class Metrics:
             "bucketed_steps", "Steps run in a bucket smaller than the largest of its kind."
         )
 
+    def _make_host_tier(self) -> None:
+        self.host_tier_pages_out = self._counter(
+            "host_tier_pages_out", "Pages copied to host memory."
+        )
+        self.host_tier_bytes_out = self._counter("host_tier_bytes_out", "Bytes of those.")
+        self.host_tier_pages_in = self._counter(
+            "host_tier_pages_in", "Pages copied back from host memory."
+        )
+        self.host_tier_bytes_in = self._counter("host_tier_bytes_in", "Bytes of those.")
+        self.host_tier_hit_tokens = self._counter(
+            "host_tier_hit_tokens",
+            "Tokens that came back from host memory and were not computed.",
+            "namespace",
+        )
+        self.host_tier_declined_tokens = self._counter(
+            "host_tier_declined_tokens",
+            "Tokens that were there, but are computed sooner than copied.",
+            "namespace",
+        )
+        self.host_tier_dropped_pages = self._counter(
+            "host_tier_dropped_pages", "Pages that host memory lost or had no room for.", "reason"
+        )
+        for reason in HOST_TIER_DROPS:
+            self.host_tier_dropped_pages.labels(reason)
+
     def _make_levels(self) -> None:
+        self.host_tier_used_bytes = self._gauge(
+            "host_tier_used_bytes", "Bytes of pages in host memory."
+        )
+        self.host_tier_break_even_tokens = self._gauge(
+            "host_tier_break_even_tokens",
+            "From how many tokens on a copy back takes less time than to compute them.",
+        )
         self.requests_running = self._gauge("requests_running", "Requests holding a state row.")
         self.requests_waiting = self._gauge("requests_waiting", "Requests in the queue.")
         self.waiting_tokens = self._gauge("waiting_tokens", "Prompt tokens in the queue.")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 
 from jaxserve.config import Config
+from jaxserve.host_pages import MAX_SWAP_IN, MAX_SWAP_OUT
 from jaxserve.model.config import MAX_EOS_IDS, ModelConfig
 from jaxserve.model.masks import num_words
 from jaxserve.model.params import num_param_bytes
@@ -13,6 +14,7 @@ from jaxserve.runner.buckets import BucketScheme, build_scheme
 from jaxserve.runner.memory import (
     check_pool_bytes,
     choose_max_model_tokens,
+    choose_num_host_pages,
     choose_num_pages,
     free_device_bytes,
     read_memory_bytes,
@@ -27,11 +29,16 @@ Compile = Callable[[tuple[ProgramKey, ...]], None]
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class RunnerSizes:
-    """What start-up worked out."""
+    """What start-up worked out.
+
+    Attributes:
+      num_host_pages: pages of host memory that the pool's may go to.
+    """
 
     spec: RunnerSpec
     scheme: BucketScheme
     max_model_tokens: int
+    num_host_pages: int
 
 
 def size_runner(
@@ -65,7 +72,9 @@ def size_runner(
     max_model_tokens = choose_max_model_tokens(
         config, model_limit=model.max_position, num_pages=num_pages, page_bytes=page_bytes
     )
-    return _build_sizes(model, config, dtypes, num_pages, max_model_tokens)
+    num_host_pages = choose_num_host_pages(config.host_tier, page_bytes=page_bytes)
+    sizes = _build_sizes(model, config, dtypes, num_pages, max_model_tokens)
+    return dataclasses.replace(sizes, num_host_pages=num_host_pages)
 
 
 def _build_sizes(
@@ -97,7 +106,9 @@ def _build_sizes(
         max_logprobs=config.limits.max_logprobs,
         attention="xla" if config.runner.attention == "auto" else config.runner.attention,
     )
-    return RunnerSizes(spec=spec, scheme=scheme, max_model_tokens=max_model_tokens)
+    return RunnerSizes(
+        spec=spec, scheme=scheme, max_model_tokens=max_model_tokens, num_host_pages=0
+    )
 
 
 def _needed_bytes(
@@ -122,6 +133,8 @@ def _needed_bytes(
     held: int = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     full_rows = (bucket.rows for bucket in sizes.scheme.outputs if bucket.variant == "full")
     held += 4 * num_words(model.padded_vocab_size) * sum(full_rows)  # their masks of ones
+    if config.host_tier.enabled:  # those on their way out of two steps, and in with one
+        held += (2 * MAX_SWAP_OUT + MAX_SWAP_IN) * sizes.spec.page_bytes
     return num_param_bytes(model, dtypes[0]) + held + program_bytes
 
 

@@ -159,3 +159,18 @@ def copy_pages(kv: KV, pages_2W: Array) -> KV:
         return pool_C2KRH.at[target_W].set(pool_C2KRH.at[source_W].get(mode="clip"), mode="drop")
 
     return tuple(copy(pool_C2KRH) for pool_C2KRH in kv)
+
+
+def page_out(kv: KV, pages_W: Array) -> Array:
+    """Returns pages of the pool, each over all layers, ``out_WL2KRH``. Padding: any page."""
+    return jnp.stack([pool_C2KRH.at[pages_W].get(mode="clip") for pool_C2KRH in kv], axis=1)
+
+
+def page_in(kv: KV, pages_W: Array, in_WL2KRH: Array) -> KV:
+    """Returns the pool (donate it) with these pages in the place of `pages_W`, over all layers.
+    Padding: past the end."""
+    check_shapes(pages_W=pages_W, in_WL2KRH=in_WL2KRH)
+    return tuple(
+        pool_C2KRH.at[pages_W].set(in_WL2KRH[:, layer], mode="drop")
+        for layer, pool_C2KRH in enumerate(kv)
+    )

@@ -12,7 +12,7 @@ from jaxserve.runner.programs import Kind, ProgramKey, Programs, Progress, bucke
 from jaxserve.runner.sizing import size_runner
 
 _ORDER: Final[tuple[Kind, ...]] = (
-    "forward", "output", "score", "row_load", "counts", "page_copy", "init"
+    "forward", "output", "score", "row_load", "counts", "page_copy", "page_out", "page_in", "init"
 )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ class Survey:
             programs=self._programs,
             compile_keys=self._compile,
         )
-        self._keys = program_keys(sizes.spec, sizes.scheme)
+        self._keys = program_keys(sizes.spec, sizes.scheme, has_host_tier=sizes.num_host_pages > 0)
 
     def compile(self, progress: Progress | None = None) -> None:
         """Compiles what is not compiled yet, through the persistent cache."""

@@ -140,9 +140,18 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "prefix_cache_waits": ("sharing", {}),  # one after the other
     "prefix_cache_evictions": ("sharing", {"anonymous": 1, "other": 2}),
     "prefix_cache_refusals": ("sharing", {"other,owner": 1}),
+    "host_tier_pages_out": ("script", {}),
+    "host_tier_bytes_out": ("script", {}),
+    "host_tier_pages_in": ("script", {}),
+    "host_tier_bytes_in": ("script", {}),
+    "host_tier_hit_tokens": ("script", {}),
+    "host_tier_declined_tokens": ("script", {}),
+    "host_tier_dropped_pages": ("script", {}),
     "overlapped_steps": ("script", {"": 15 - 3}),
     "overlap_waits": ("script", {"pages": 2}),  # before launches 7 and 14
     "bucketed_steps": ("device", {"": 2}),
+    "host_tier_used_bytes": ("script", {}),
+    "host_tier_break_even_tokens": ("script", {}),
     "requests_running": ("script", {"": 3}),
     "requests_waiting": ("script", {"": 1}),
     "waiting_tokens": ("script", {"": 2}),

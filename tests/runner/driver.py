@@ -18,6 +18,8 @@ from jaxserve.plan import (
     InFlight,
     Laps,
     PageCopy,
+    PageIn,
+    PageOut,
     PromptScoring,
     RowLoad,
     StepPlan,
@@ -166,6 +168,8 @@ class Driver:
         self,
         *work: tuple[Row, int],
         copies: tuple[PageCopy, ...] = (),
+        swap_out: tuple[PageOut, ...] = (),
+        swap_in: tuple[PageIn, ...] = (),
         laps: Laps = NO_LAPS,
     ) -> InFlight:
         loads, chunks = [], []
@@ -185,6 +189,8 @@ class Driver:
             chunks=tuple(chunks),
             row_loads=tuple(loads),
             copies=copies,
+            swap_out=swap_out,
+            swap_in=swap_in,
         )
         return self.runner.launch(plan, laps)
 

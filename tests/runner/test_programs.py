@@ -49,12 +49,18 @@ CHANGES_PROGRAMS: dict[str, object] = {
     "limits.max_logit_bias": 6,
     "limits.max_stop_token_ids": 3,
     "limits.max_logprobs": 5,
+    "host_tier.enabled": True,
 }
 # And of the fields that they do not.
 CHANGES_NOTHING: dict[str, object] = {
     "kv.reserve": "max_length",
+    "host_tier.max_bytes": 1 << 20,
     "scheduler.batching": "static",
     "scheduler.max_step_tokens": 100,
+    "scheduler.policy": "fcfs",
+    "scheduler.ageing_s": 1.0,
+    "scheduler.max_preemptions": 2,
+    "scheduler.target_itl_s": 0.1,
     "model.chat_template": "elsewhere",
     "model.tool_parser": "none",
     "model.reasoning_parser": "none",
@@ -94,7 +100,8 @@ def _sizes(config: Config) -> RunnerSizes:
 
 def _keys(config: Config) -> set[ProgramKey]:
     sizes = _sizes(config)
-    return set(program_keys(sizes.spec, sizes.scheme))
+    has_host_tier = sizes.num_host_pages > 0
+    return set(program_keys(sizes.spec, sizes.scheme, has_host_tier=has_host_tier))
 
 
 @pytest.mark.parametrize("field", CHANGES_PROGRAMS)
@@ -108,7 +115,7 @@ def test_a_field_that_changes_no_program_changes_no_key(field: str) -> None:
 
 
 def test_every_field_that_a_program_can_see_is_in_one_table() -> None:
-    sections = ("model", "kv", "scheduler", "buckets", "runner")
+    sections = ("model", "kv", "host_tier", "scheduler", "buckets", "runner")
     fields = {
         f"{section}.{name}"
         for section in sections
