@@ -104,7 +104,7 @@ class Play:
 
     def submit(self, asked: GenerationRequest, *, preempt_at: Sequence[int] = ()) -> Guest:
         stream = self.engine.submit(asked)
-        live = self.engine._intake.find(stream.request_id)
+        live = self.engine._intake.find(stream.request_id, asked.tenant)
         assert live is not None
         guest = Guest(request=live.request, stream=stream, preempt_at=list(preempt_at))
         self.guests.append(guest)
