@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import math
 import secrets
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
@@ -34,6 +35,7 @@ from jaxserve.measure.workload.make import ClosedLoop, OpenLoop, PromptClass, ma
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 TTFT_FACTOR, ITL_FACTOR = 4.0, 2.0
 UNLOADED_REQUESTS: Final = 24
+WINDOW_SAMPLES: Final = 5  # of a timeline, a second each
 FULL_BATCHES: Final = 6  # requests of the closed loop that finds the capacity, by rows
 TenantOf = Callable[[Ask], str]
 
@@ -268,16 +270,17 @@ def _cut(classes: Sequence[PromptClass]) -> list[PromptClass]:
 
 
 def _steady_rate(result: JsonObject, rows: int) -> float:
-    """Returns the tokens a second while every row was busy, the first of those seconds left out:
-    then all prompts come at once."""
+    """Returns the tokens a second while every row was busy: the median of windows, so that a stall
+    of the machine is in none but its own. The first are left out, as all prompts come at once."""
     full = [sample for sample in result["timeline"] if sample["in_flight"] >= rows]
     full = full[len(full) // 4 :]
-    if len(full) < 3:
-        rate: float = result["goodput"]["raw_tokens_per_s"]
-        return rate
-    first, last = full[0], full[-1]
-    tokens: int = last["output_tokens"] - first["output_tokens"]
-    return tokens / float(last["time_s"] - first["time_s"])
+    rates: list[float] = [
+        (last["output_tokens"] - first["output_tokens"]) / (last["time_s"] - first["time_s"])
+        for first, last in zip(full, full[WINDOW_SAMPLES:], strict=False)
+    ]
+    if not rates:
+        rates = [result["goodput"]["raw_tokens_per_s"]]
+    return statistics.median(rates)
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:

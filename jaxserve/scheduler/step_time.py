@@ -191,13 +191,19 @@ class StepTimes:
         return max(self.programs, key=lambda bucket: bucket.num_tokens, default=None)
 
     def ratio_quantiles(self, bucket: Bucket) -> Sequence[float]:
-        """Returns evenly spaced quantiles of measured by predicted times; (1.0,) if unknown."""
+        """Returns evenly spaced quantiles of measured by predicted times; (1.0,) if unknown.
+
+        Where there are more steps than quantiles, the outermost are left out: one is a stall of the
+        whole machine as often as not, and would stand for all steps of its part.
+        """
         program = self.programs.get(bucket)
         ratios = sorted(program.ratios) if program else []
         if not ratios:
             return (1.0,)
-        last = len(ratios) - 1
-        places = (round(index * last / (NUM_QUANTILES - 1)) for index in range(NUM_QUANTILES))
+        if len(ratios) > NUM_QUANTILES:
+            num_cut = -(-len(ratios) // (2 * NUM_QUANTILES))
+            ratios = ratios[num_cut:-num_cut]
+        places = (int((i + 0.5) / NUM_QUANTILES * len(ratios)) for i in range(NUM_QUANTILES))
         return tuple(ratios[place] for place in places)
 
     def as_json(self) -> dict[str, Any]:

@@ -158,3 +158,11 @@ def test_steps_are_timed_from_result_to_result_or_from_their_own_planning() -> N
     seen = [step for program in times.programs.values() for step in program.first]
     assert sorted(seconds for _, seconds in seen) == [1.5, 4.0]
     assert loop.metrics.value("step_time_error_ratio_count") == 1
+
+
+def test_a_stall_of_the_machine_is_no_part_of_what_steps_deviate_by() -> None:
+    times = fit(300, noise=0.1)
+    bucket = next(iter(BASES))
+    times.observe(bucket, StepWork(100, 100), 60.0)
+    assert max(times.programs[bucket].ratios) > 100
+    assert max(times.ratio_quantiles(bucket)) < 1.5
