@@ -17,7 +17,6 @@ from typing import Final, Literal
 import numpy as np
 import tokenizers
 
-from jaxserve.host_pages import HostPages
 from jaxserve.plan import (
     NO_LAPS,
     Bucket,
@@ -33,6 +32,7 @@ from jaxserve.plan import (
 from jaxserve.request import SamplingParams
 from jaxserve.text.token_bytes import byte_alphabet
 from jaxserve.text.tokenizer import Tokenizer
+from tests.fake_host_pages import FakeHostPages
 from tests.fake_logprobs import token_logprobs
 
 FLAVOR: Final = 1 << 20  # what a flavor adds to each token that the fake model keeps
@@ -216,6 +216,7 @@ class FakeInFlight:
         self.logprobs: dict[int, TokenLogprobs] = {}
         self.prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         self.writes: list[tuple[int, int, tuple[int, int, int]]] = []
+        self.swapped_out: list[tuple[int, list[tuple[int, int, int]]]] = []
 
     def is_ready(self) -> bool:
         return self._is_read
@@ -265,17 +266,19 @@ class FakeRunner:
         on_launch: Callable[[StepPlan], None] | None = None,
         on_result: Callable[[StepPlan], None] | None = None,
         flavor_of: Callable[[int], int] | None = None,
+        host_pages: FakeHostPages | None = None,
     ) -> None:
         """Args:
         script: forces tokens or not-finite logits.
         flavor_of: of a sequence's model; its K/V is its own, and no other's.
+        host_pages: host memory; None where there is none.
         late_writes: K/V lands once more when the step retires, as a slow writer's would: a page
           that was given to someone else by then is damaged.
         """
         self.limits = limits
         self.num_pages = num_pages
         self.page_size = page_size
-        self.host_pages: HostPages | None = None
+        self.host_pages = host_pages
         self.vocab_size = vocab_size
         self.script = script
         self.late_writes = late_writes
@@ -308,6 +311,7 @@ class FakeRunner:
         for chunk in plan.chunks:
             self._grow_table(chunk)
         in_flight = FakeInFlight(self, plan, bucket=self._bucket(plan), laps=laps)
+        self._swap_pages(plan, in_flight)
         self._copy_pages(plan, in_flight)
         self._adopt_cached(plan, in_flight)
         for chunk in plan.chunks:
@@ -346,6 +350,9 @@ class FakeRunner:
         if self.late_writes:
             for page, place, cell in step.writes:
                 self._pool[page][place] = cell
+        for host_page, cells in step.swapped_out:
+            assert self.host_pages is not None
+            self.host_pages.store(host_page, cells)
         if self.on_result:
             self.on_result(step.plan)
 
@@ -392,12 +399,15 @@ class FakeRunner:
         for sequence_id in plan.preempted:
             for row in [r for r, s in self._rows.items() if s.load.sequence_id == sequence_id]:
                 del self._rows[row]
+        returning = {move.page for move in plan.swap_in}
         for load in plan.row_loads:
             _require(0 <= load.row < self.limits.max_seqs, f"row {load.row}")
             if load.sequence_id not in forks:
-                num_shared = load.num_cached // self.page_size
-                self._take_pages(load.sequence_id, load.pages[num_shared:])
-                for page in load.pages[:num_shared]:
+                num_cached = load.num_cached // self.page_size
+                shared = [page for page in load.pages[:num_cached] if page not in returning]
+                new = [page for page in load.pages if page not in shared]
+                self._take_pages(load.sequence_id, new)
+                for page in shared:
                     self._page_owners[page].add(load.sequence_id)
                 self._load_row(load)
 
@@ -439,6 +449,31 @@ class FakeRunner:
                 _require(written_at == position, f"{name} is not there: {self._pool[page]}")
                 _require((page, place) not in written, f"{name} is written by a step in flight")
                 row.marks.append(mark)
+
+    def _swap_pages(self, plan: StepPlan, step: FakeInFlight) -> None:
+        """All that leaves is read before anything is written; it is in host memory when the step
+        retires."""
+        pages = self.host_pages
+        if pages is None:
+            _require(not (plan.swap_out or plan.swap_in), "there is no host memory")
+            return
+        written = {page for other in self._in_flight for page, _, _ in other.writes}
+        filled = {host_page for other in self._in_flight for host_page, _ in other.swapped_out}
+        for move in plan.swap_out:
+            _require(0 < move.page < self.num_pages, f"{move}")
+            _require(0 <= move.host_page < pages.num_pages, f"{move}")
+            _require(move.page not in written, f"{move} of a page a step in flight still writes")
+            _require(move.host_page not in filled, f"{move} to where another is on its way")
+            filled.add(move.host_page)
+            step.swapped_out.append((move.host_page, list(self._pool[move.page])))
+        targets = [move.page for move in plan.swap_in]
+        _require(len(set(targets)) == len(targets), "two pages come back to one place")
+        for back in plan.swap_in:
+            _require(back.page in self._taken, f"{back} into a page that is new to nobody")
+            _require(pages.is_intact(back.host_page), f"{back} is not what it was")
+            cells = pages.read(back.host_page)
+            self._pool[back.page] = cells
+            step.writes += [(back.page, place, cell) for place, cell in enumerate(cells)]
 
     def _copy_pages(self, plan: StepPlan, step: FakeInFlight) -> None:
         num_tokens = {  # that the target keeps; after them it is written by its owner

@@ -26,6 +26,7 @@ from jaxserve.identity import CacheIdentity
 from jaxserve.metrics import Metrics
 from jaxserve.plan import Runner
 from jaxserve.request import GenerationRequest, Request, StructuredOutput
+from jaxserve.scheduler.host_tier import HostTier
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.policies import check_priority
 from jaxserve.scheduler.prefix_cache import PrefixCache
@@ -87,7 +88,7 @@ class Engine:
         self._pool = PagePool(
             runner.num_pages,
             config.kv.page_size,
-            cache=PrefixCache(config.kv.page_size) if config.prefix_cache.enabled else None,
+            cache=_build_cache(config, runner, metrics) if config.prefix_cache.enabled else None,
         )
         self._scheduler = Scheduler(
             config=config.scheduler,
@@ -326,6 +327,13 @@ class Engine:
             EngineDeadError(f"the engine failed: {type(error).__name__}; restart the server")
         )
         self._tell(EngineState.FAILED)  # last: who hears it may end the process
+
+
+def _build_cache(config: Config, runner: Runner, metrics: Metrics) -> PrefixCache:
+    page_size, pages = config.kv.page_size, runner.host_pages
+    if pages is None or not config.host_tier.enabled:
+        return PrefixCache(page_size)
+    return PrefixCache(page_size, host=HostTier(pages, metrics, page_size=page_size))
 
 
 def _identify(model: ServedModel, tokenizer: Tokenizer, config: Config) -> CacheIdentity:

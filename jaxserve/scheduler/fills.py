@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxserve.request import Sequence, SequenceState
-from jaxserve.scheduler.prefix_cache import CachedPage
+from jaxserve.scheduler.cached_page import CachedPage
 
 STEPS_IN_FLIGHT = 3  # between the last chunk and the commit that publishes it, and one to spare
 
@@ -33,10 +33,14 @@ class Fills:
         self._leaders: dict[int, Sequence] = {}  # running, with prompt pages still to fill
         self._waits: dict[int, Wait] = {}  # by the id of who waits, or has waited
 
-    def start(self, sequence: Sequence) -> None:
-        """Notes a sequence that starts; it waits no more."""
+    def start(self, sequence: Sequence, *, num_kept: int) -> None:
+        """Notes a sequence that starts; it waits no more.
+
+        Args:
+          num_kept: of its tokens, those that others find already.
+        """
         self._waits.pop(sequence.id, None)
-        if self._last_fill(sequence) > sequence.num_computed:
+        if self._last_fill(sequence) > num_kept:
             self._leaders[sequence.id] = sequence
 
     def leave(self, sequence: Sequence) -> None:

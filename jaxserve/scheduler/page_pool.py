@@ -5,7 +5,8 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.identity import CacheIdentity
-from jaxserve.scheduler.prefix_cache import CachedPage, PrefixCache
+from jaxserve.scheduler.cached_page import CachedPage
+from jaxserve.scheduler.prefix_cache import PrefixCache
 
 
 class PagePool:
@@ -162,6 +163,8 @@ class PagePool:
                     self._waits_for[page] = 0
                     self.num_pending -= 1
                     self._put_back(page)
+        if self.cache is not None:
+            self.cache.retire(step_id)
 
     def _put_back(self, page: int) -> None:
         if self.cache is not None and page in self.cache:

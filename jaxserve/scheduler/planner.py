@@ -258,7 +258,7 @@ class Planner:
             if reason:
                 self._metrics.overlap_waits.labels(reason).inc()
             return StepPlan(step_id=self._next_step, preempted=preempted, retire_first=reason)
-        plan = step.build(preempted)
+        plan = step.build(preempted, self.reuse.pop_moves(step.step_id))
         self._next_step += 1
         metrics = self._metrics
         metrics.offered_rows.inc(self._starts.batch_rows if self._is_static else step.num_chunks)

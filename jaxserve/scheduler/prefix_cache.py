@@ -1,62 +1,13 @@
 """Which pool pages hold the K/V of which tokens: a tree of full pages, and which goes first."""
 
 import bisect
-import dataclasses
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
 
 from jaxserve.identity import CacheIdentity, Digest, identity_key, page_key, sha256
-
-MAX_USES: Final = 8  # a page that was used more often is kept no longer for it
-# Where attending costs a token as much as the rest of the model does: what K/V costs to compute
-# again rises with its position. A round number for models of a few billion parameters.
-ATTENTION_TOKENS: Final = 8192
-
-
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class CachedPage:
-    """A full page that later requests may read, or the identity that such pages follow.
-
-    Attributes:
-      parent: of the tokens before; None of an identity.
-      page: in the pool; 0 of an identity.
-      depth: pages up to and with this one.
-      tokens_of_children: sorted; `children` are theirs, in the same order.
-      is_live: whether it can still be found. With it go all behind it.
-      is_idle: nobody holds its page, and no step in flight does anything to it.
-      is_proven: tokens that were sampled behind it were finite.
-      num_uses: how often it was taken, its making included.
-      rank: what it is worth; of those that may go the least goes first.
-      stamp: of the last time it became idle; 0 while it is not.
-    """
-
-    key: bytes
-    identity: CacheIdentity
-    parent: "CachedPage | None"
-    token_ids: tuple[int, ...]
-    page: int
-    depth: int
-    tokens_of_children: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
-    children: list["CachedPage"] = dataclasses.field(default_factory=list)
-    is_live: bool = True
-    is_idle: bool = False
-    is_proven: bool = False
-    num_uses: int = 1
-    rank: float = 0.0
-    stamp: int = 0
-
-    def path(self) -> list["CachedPage"]:
-        """Returns the pages from the first up to this one."""
-        pages: list[CachedPage] = []
-        node: CachedPage | None = self
-        while node is not None and node.depth:
-            pages.append(node)
-            node = node.parent
-        pages.reverse()
-        return pages
-
+from jaxserve.scheduler.cached_page import ATTENTION_TOKENS, CachedPage, worth
+from jaxserve.scheduler.host_tier import HostTier
 
 _Leaf = tuple[float, int, int, CachedPage]  # rank, stamp and a tie
 
@@ -73,7 +24,10 @@ class PrefixCache:
     HP Labs 1998; all pages are of one size): uses times cost, on a clock that is the rank of what
     went last, and the longest idle of equals.
 
+    What goes from the pool stays in the tree while it is in host memory.
+
     Attributes:
+      host: knows what is in host memory; None where nothing is.
       num_idle: pages that nobody holds.
       on_evicted: told of each page that goes to make room.
     """
@@ -84,11 +38,16 @@ class PrefixCache:
         *,
         digest: Digest = sha256,
         attention_tokens: int = ATTENTION_TOKENS,
+        host: HostTier | None = None,
     ) -> None:
         """Args:
         attention_tokens: at this position a token costs twice what the first does.
+        host: where pages go that are dropped; None has them forgotten.
         """
         self.page_size = page_size
+        self.host = host
+        if host is not None:
+            host.attach(worth_of=self._worth_of, remove=self.remove)
         self.num_idle = 0
         self.on_evicted: Callable[[CacheIdentity], None] | None = None
         self._digest = digest
@@ -181,14 +140,19 @@ class PrefixCache:
         if found is not None or page in self._unfit or page in self._by_page:
             self._forget_if_empty(parent)
             return None
-        node = CachedPage(
-            key=key,
-            identity=parent.identity,
-            parent=parent,
-            token_ids=token_ids,
-            page=page,
-            depth=parent.depth + 1,
-        )
+        node = parent.host_children.pop(token_ids, None)
+        if node is not None:  # it is back
+            node.page, node.is_live, node.is_proven = page, True, False
+            self._host.offer(node)
+        else:
+            node = CachedPage(
+                key=key,
+                identity=parent.identity,
+                parent=parent,
+                token_ids=token_ids,
+                page=page,
+                depth=parent.depth + 1,
+            )
         index = bisect.bisect_left(parent.tokens_of_children, token_ids)
         parent.tokens_of_children.insert(index, token_ids)
         parent.children.insert(index, node)
@@ -199,7 +163,7 @@ class PrefixCache:
 
     def _forget_if_empty(self, parent: CachedPage) -> None:
         """Forgets an identity that was made for a page that is not kept."""
-        if not parent.depth and not parent.children:
+        if not (parent.depth or parent.children or parent.host_children):
             parent.is_live = False
             del self._roots[parent.identity]
 
@@ -215,14 +179,14 @@ class PrefixCache:
         node = self._by_page[page]
         assert not node.is_idle, f"page {page} is idle already"
         node.is_idle, node.stamp = True, next(self._stamps)
-        cost = 1 + node.depth * self.page_size / self._attention_tokens
-        node.rank = self._clock + min(node.num_uses, MAX_USES) * cost
+        node.rank = self._clock + self._worth_of(node)
         self.num_idle += 1
         if not node.children:
             self._push(node)
 
     def evict(self) -> list[int]:
-        """Drops the idle page that is worth the least; returns the pages that are free with it.
+        """Drops the idle page that is worth the least, or leaves it to host memory; returns the
+        pages that are free with it.
 
         At least one must be idle. Where none is a leaf, what follows one is held by sequences that
         computed the same at the same time; it goes with it, and stays theirs.
@@ -236,7 +200,10 @@ class PrefixCache:
         else:
             idle = (node for node in self._by_page.values() if node.is_idle)
             node = max(idle, key=lambda node: (node.depth, -node.rank))
-        freed = self.remove(node)
+        if self.host is not None and not node.children and self.host.keep(node):
+            freed = [self._leave_to_host(node)]
+        else:
+            freed = self.remove(node)
         if self.on_evicted is not None:
             self.on_evicted(node.identity)
         return freed
@@ -244,8 +211,40 @@ class PrefixCache:
     def remove(self, node: CachedPage) -> list[int]:
         """Drops a page and all that follows it; returns those that were idle, now free."""
         parent = node.parent
-        assert node.is_live, f"page {node.page} is gone already"
+        assert node.is_live or node.host_page is not None, f"page {node.depth} is gone already"
         assert parent is not None, "an identity goes with the last of its pages"
+        if node.is_live:
+            self._unlink(node, parent)
+        else:
+            del parent.host_children[node.token_ids]
+            self._host.offer(parent)
+        self._forget_if_empty(parent)
+        freed: list[int] = []
+        rest = [node]
+        while rest:
+            gone = rest.pop()
+            rest += gone.children
+            rest += gone.host_children.values()
+            if gone.is_idle:
+                freed.append(gone.page)
+            if gone.is_live:
+                self._leave_pool(gone)
+            if gone.host_page is not None:
+                self._host.forget(gone)
+        return freed
+
+    def _leave_to_host(self, node: CachedPage) -> int:
+        """Has an idle leaf stay in host memory alone; returns its page, which is free."""
+        assert node.parent is not None
+        page = node.page
+        self._unlink(node, node.parent)
+        node.parent.host_children[node.token_ids] = node
+        self._leave_pool(node)
+        node.page = 0
+        return page
+
+    def _unlink(self, node: CachedPage, parent: CachedPage) -> None:
+        """Takes a page out of its parent's in the pool."""
         index = bisect.bisect_left(parent.tokens_of_children, node.token_ids)
         del parent.tokens_of_children[index], parent.children[index]
         if not parent.depth:
@@ -253,23 +252,26 @@ class PrefixCache:
             del same[parent.identity]
             if not same:
                 del self._by_first[node.token_ids]
-        if not parent.children:
-            if not parent.depth:
-                parent.is_live = False
-                del self._roots[parent.identity]
-            elif parent.is_idle:
-                self._push(parent)
-        freed: list[int] = []
-        rest = [node]
-        while rest:
-            gone = rest.pop()
-            rest += gone.children
-            del self._by_key[gone.key], self._by_page[gone.page]
-            if gone.is_idle:
-                freed.append(gone.page)
-                self.num_idle -= 1
-            gone.is_live, gone.is_idle, gone.stamp = False, False, 0
-        return freed
+        if not parent.children and parent.is_idle:
+            self._push(parent)
+
+    def _leave_pool(self, node: CachedPage) -> None:
+        del self._by_key[node.key], self._by_page[node.page]
+        self.num_idle -= node.is_idle
+        node.is_live, node.is_idle, node.stamp = False, False, 0
+
+    def retire(self, step_id: int) -> None:
+        """The step's result has been read: what it copied to host memory is there."""
+        if self.host is not None:
+            self.host.retire(step_id)
+
+    @property
+    def _host(self) -> HostTier:
+        assert self.host is not None, "a page is in host memory, and there is none"
+        return self.host
+
+    def _worth_of(self, node: CachedPage) -> float:
+        return worth(node, page_size=self.page_size, attention_tokens=self._attention_tokens)
 
     def flush(self, matches: Callable[[CacheIdentity], bool]) -> list[int]:
         """Drops all pages of the identities that match; returns those that are free now."""
@@ -277,7 +279,7 @@ class PrefixCache:
             node
             for root in self._roots.values()
             if matches(root.identity)
-            for node in root.children
+            for node in (*root.children, *root.host_children.values())
         ]
         return [page for node in tops for page in self.remove(node)]
 
@@ -311,11 +313,13 @@ class PrefixCache:
                 assert (node.stamp, id(node)) in leaves, f"idle page {page} can never go"
         for identity, root in self._roots.items():
             assert identity_key(identity, digest=self._digest) == root.key
-            assert root.children, "an identity without pages is remembered"
+            assert root.children or root.host_children, "an identity without pages is remembered"
         firsts = sum(map(len, self._by_first.values()))
         assert firsts == sum(len(root.children) for root in self._roots.values())
         num_idle = sum(node.is_idle for node in self._by_page.values())
         assert num_idle == self.num_idle, f"{num_idle} pages are idle, not {self.num_idle}"
+        if self.host is not None:
+            self.host.check(self._roots.values(), digest=self._digest)
 
     def _push(self, node: CachedPage) -> None:
         if len(self._leaves) > 2 * self.num_idle + 64:  # most are out of date

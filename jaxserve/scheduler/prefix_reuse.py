@@ -4,37 +4,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Final
 
-from jaxserve.identity import CacheIdentity, find_difference
 from jaxserve.metrics import Metrics
+from jaxserve.plan import PageOut
 from jaxserve.request import Sequence
+from jaxserve.scheduler.cached_page import CachedPage
 from jaxserve.scheduler.fills import Fills
 from jaxserve.scheduler.page_pool import PagePool
-from jaxserve.scheduler.prefix_cache import CachedPage
+from jaxserve.scheduler.prefix_match import NO_MATCH, Match, MatchCounts
 
 MIN_COPIED_SHARE: Final = 4  # a page is copied if a quarter of its tokens are spared
-
-
-@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
-class Match:
-    """What the cache has of a sequence's tokens.
-
-    Attributes:
-      last: the last of the full pages that can be shared; None for none.
-      source: the page behind them whose beginning can be copied; None for none.
-      num_tokens: that need not be computed.
-    """
-
-    last: CachedPage | None = None
-    source: CachedPage | None = None
-    num_tokens: int = 0
-
-    @property
-    def num_pages(self) -> int:
-        """Full pages."""
-        return 0 if self.last is None else self.last.depth
-
-
-NO_MATCH: Final = Match()
 
 
 class PrefixReuse:
@@ -45,6 +23,10 @@ class PrefixReuse:
     nothing, for it needs the hidden states; it publishes.
 
     The cache's place of a sequence is remembered, so that no page is hashed twice for it.
+
+    Attributes:
+      returning: ids of sequences whose first pages come from host memory with a step in flight;
+        they are to be published at its commit, whether it fills a page or not.
     """
 
     def __init__(self, pool: PagePool, metrics: Metrics, *, chunk_tokens: int) -> None:
@@ -54,11 +36,13 @@ class PrefixReuse:
         self._fills = Fills(pool.page_size, chunk_tokens=chunk_tokens)
         self._pool = pool
         self._cache = pool.cache
-        self._metrics = metrics
+        self._counts = MatchCounts(metrics)
+        self._host = None if pool.cache is None else pool.cache.host
         if pool.cache is not None:
-            pool.cache.on_evicted = self._count_eviction
+            pool.cache.on_evicted = self._counts.count_eviction
         self._tails: dict[int, CachedPage] = {}  # by sequence id: the last page known of its tokens
         self._leaving: dict[int, int] = {}  # ended sequences with results to come → the last step
+        self.returning: set[int] = set()
 
     def find(self, sequence: Sequence) -> Match:
         """Returns what the cache has for a sequence that is to start; takes nothing."""
@@ -83,12 +67,47 @@ class PrefixReuse:
         if last is not None:
             self._tails[sequence.id] = last
         start = node.depth * page_size
+        path = self._find_in_host(node, sequence, num_wanted)
+        if host := self._choose(path):
+            return Match(last=last, host=host, num_tokens=start + len(host) * page_size)
+        num_declined = len(path) * page_size
         rest = sequence.token_ids(start, min(start + page_size, num_wanted))
         beginning = cache.find_beginning(node, rest) if rest else None
         if beginning is None or beginning[1] * MIN_COPIED_SHARE < page_size:
-            return Match(last=last, num_tokens=start)
+            return Match(last=last, num_tokens=start, num_declined=num_declined)
         source, num_copied = beginning
-        return Match(last=last, source=source, num_tokens=start + num_copied)
+        num_tokens = start + num_copied
+        return Match(last=last, source=source, num_tokens=num_tokens, num_declined=num_declined)
+
+    def _find_in_host(
+        self, node: CachedPage, sequence: Sequence, num_wanted: int
+    ) -> list[CachedPage]:
+        """Returns the pages that go on behind `node` in host memory."""
+        path: list[CachedPage] = []
+        if self._host is None:
+            return path
+        page_size = self._pool.page_size
+        while node.host_children and (end := (node.depth + 1) * page_size) <= num_wanted:
+            found = self._host.find(node, sequence.token_ids(end - page_size, end))
+            if found is None:
+                break
+            path.append(found)
+            node = found
+        return path
+
+    def _choose(self, path: list[CachedPage]) -> tuple[CachedPage, ...]:
+        return () if self._host is None or not path else self._host.choose(path)
+
+    def verify(self, match: Match) -> Match:
+        """Returns a match without the pages of host memory that are not what they were, and those
+        behind them; to be asked of a sequence that starts now, as it reads all of their bytes."""
+        if self._host is None:
+            return match
+        for index, node in enumerate(match.host):
+            if not self._host.verify(node):
+                num_tokens = (match.num_pages + index) * self._pool.page_size
+                return dataclasses.replace(match, host=match.host[:index], num_tokens=num_tokens)
+        return match
 
     def find_affordable(self, sequence: Sequence, *, num_pages: int, num_free: int) -> Match | None:
         """Returns as much of a match as fits into the free pages; None where the sequence cannot
@@ -128,7 +147,7 @@ class PrefixReuse:
             sequence, match.last, step_id=step_id, is_in_flight=is_in_flight
         )
         if waits and not had_waited:
-            self._metrics.prefix_cache_waits.labels(self._label(identity)).inc()
+            self._counts.count_wait(identity)
         return waits
 
     def num_held(self, sequence: Sequence) -> int:
@@ -136,12 +155,12 @@ class PrefixReuse:
         match = self.find(sequence)
         return match.num_pages - self._num_taken(Match(last=match.last))
 
-    def take(self, sequence: Sequence, match: Match) -> None:
+    def take(self, sequence: Sequence, match: Match) -> tuple[int, ...]:
         """Gives a sequence that starts what matched; the page to copy from is held too, until
-        `release_source`."""
-        request, pool = sequence.request, self._pool
-        if request.cache_identity is not None and self._cache is not None:
-            self._count(sequence, match, request.cache_identity)
+        `release_source`. Returns the host pages whose content its first new pages get."""
+        request, pool, cache = sequence.request, self._pool, self._cache
+        if request.cache_identity is not None and cache is not None:
+            self._counts.count_start(sequence, match, request.cache_identity, cache)
         path = [] if match.last is None else match.last.path()
         for node in path:
             node.num_uses += 1
@@ -153,8 +172,24 @@ class PrefixReuse:
         sequence.num_computed = match.num_tokens
         if not (sequence.num_preemptions or sequence.output):
             request.num_cached = match.num_tokens
-        if request.cache_identity is not None and self._cache is not None:
-            self._fills.start(sequence)
+        if request.cache_identity is not None and cache is not None:
+            num_from_host = len(match.host) * pool.page_size
+            self._fills.start(sequence, num_kept=match.num_tokens - num_from_host)
+        return self._take_from_host(sequence, match)
+
+    def _take_from_host(self, sequence: Sequence, match: Match) -> tuple[int, ...]:
+        if self._host is None or not match.host:
+            return ()
+        for node in match.host:
+            self._host.take(node)
+        self._tails[sequence.id] = match.host[-1]
+        self.returning.add(sequence.id)
+        return tuple(node.host_page for node in match.host if node.host_page is not None)
+
+    def pop_moves(self, step_id: int) -> tuple[PageOut, ...]:
+        """Returns the pages that the step just planned copies to host memory: it is about to be
+        written over some of them."""
+        return () if self._host is None else self._host.pop_moves(step_id)
 
     def release_source(self, match: Match, *, step_id: int) -> None:
         """The copy is planned with a step: until that has retired the page stays what it is."""
@@ -166,6 +201,7 @@ class PrefixReuse:
         cache, identity = self._cache, sequence.request.cache_identity
         if cache is None or identity is None:
             return
+        self.returning.discard(sequence.id)
         page_size = cache.page_size
         node = self._find_tail(sequence)
         depth = 0 if node is None else node.depth
@@ -202,9 +238,10 @@ class PrefixReuse:
         if self._cache is None:
             return
         tail = self._tails.pop(sequence_id, None)
-        path = [] if tail is None else [node for node in tail.path() if node.is_live]
+        path = [] if tail is None else [node for node in tail.path() if _is_kept(node)]
         bad = [node for node in path if not node.is_proven] or path
-        self._cache.ban([node.page for node in bad])
+        self.returning.discard(sequence_id)
+        self._cache.ban([node.page for node in bad if node.is_live])
         if sequence is not None:
             self._cache.ban(sequence.pages[bad[0].depth - 1 if bad else 0 :])
         if bad:
@@ -213,6 +250,7 @@ class PrefixReuse:
     def leave(self, sequence: Sequence, *, is_in_flight: bool) -> None:
         """A sequence has ended; what is in flight may still tell that it was not finite."""
         self._fills.leave(sequence)
+        self.returning.discard(sequence.id)
         if is_in_flight:
             self._leaving[sequence.id] = sequence.last_step
         else:
@@ -250,35 +288,7 @@ class PrefixReuse:
             node = node.parent
         return node if node is not None and node.depth else None
 
-    def _count(self, sequence: Sequence, match: Match, identity: CacheIdentity) -> None:
-        """Counts what a start asked of the cache; what a preempted one gets back is no hit."""
-        metrics, cache = self._metrics, self._cache
-        namespace = self._label(identity)
-        if match.num_tokens:
-            num_copied = match.num_tokens - match.num_pages * self._pool.page_size
-            metrics.prefix_cache_reused_tokens.labels(namespace).inc(match.num_tokens)
-            metrics.prefix_cache_copied_tokens.labels(namespace).inc(num_copied)
-        request = sequence.request
-        if sequence.num_preemptions or request.sampling.prompt_logprobs is not None:
-            return
-        metrics.prefix_cache_queries.labels(namespace).inc()
-        metrics.prefix_cache_query_tokens.labels(namespace).inc(len(request.prompt))
-        if match.num_tokens:
-            metrics.prefix_cache_hits.labels(namespace).inc()
-            metrics.prefix_cache_hit_tokens.labels(namespace).inc(match.num_tokens)
-            return
-        assert cache is not None
-        first = sequence.token_ids(0, min(cache.page_size, len(request.prompt)))
-        for other in cache.find_others(identity, first):
-            reason = find_difference(other, identity) or "none"
-            metrics.prefix_cache_refusals.labels(namespace, reason).inc()
-            return
 
-    def _count_eviction(self, identity: CacheIdentity) -> None:
-        self._metrics.prefix_cache_evictions.labels(self._label(identity)).inc()
-
-    def _label(self, identity: CacheIdentity) -> str:
-        """Returns the metrics' word for a namespace: one of a bounded number."""
-        if identity.scope == "shared":
-            return f"shared:{identity.owner}"
-        return self._metrics.tenants.label(identity.owner)
+def _is_kept(node: CachedPage) -> bool:
+    """Whether a page is in the pool or in host memory."""
+    return node.is_live or node.host_page is not None

@@ -96,7 +96,8 @@ class Settlement:
         """Does what `_publish` and `_settle` do, for one token of one that decodes alone."""
         if self._reuse.is_on:
             end = chunk.start + 1
-            if not end % self._pool.page_size and sequence.state is SequenceState.RUNNING:
+            is_due = not end % self._pool.page_size or sequence.id in self._reuse.returning
+            if is_due and sequence.state is SequenceState.RUNNING:
                 self._reuse.publish(sequence, end)
             self._reuse.prove(sequence.id)
         request, output = sequence.request, sequence.output
@@ -143,7 +144,8 @@ class Settlement:
             self._reuse.forget(chunk.sequence_id, self._live.get(chunk.sequence_id))
             return
         page_size = self._pool.page_size
-        if chunk.start // page_size < end // page_size:
+        is_full = chunk.start // page_size < end // page_size
+        if is_full or chunk.sequence_id in self._reuse.returning:
             running = (s for s in live if s.state is SequenceState.RUNNING)
             holder = next(running, None)  # None: who computed it has given its pages up
             if holder is not None:

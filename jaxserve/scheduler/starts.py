@@ -6,7 +6,8 @@ from jaxserve.scheduler.deadlines import is_expired
 from jaxserve.scheduler.page_grants import PageGrants
 from jaxserve.scheduler.page_needs import PageNeeds
 from jaxserve.scheduler.page_pool import PagePool
-from jaxserve.scheduler.prefix_reuse import Match, PrefixReuse
+from jaxserve.scheduler.prefix_match import Match
+from jaxserve.scheduler.prefix_reuse import PrefixReuse
 from jaxserve.scheduler.running_set import RunningSet, num_kept_rows
 from jaxserve.scheduler.step_builder import StepBuilder
 from jaxserve.scheduler.waiting_queue import WaitingQueue
@@ -59,9 +60,15 @@ class Starts:
             return False
         sequence, match = admissible
         num_tokens = step.room_for(sequence.num_owed - match.num_tokens, self._may_split)
-        if not num_tokens:
+        if not num_tokens or not step.has_room_to_swap_in(len(match.host)):
             self._is_batch_open = True  # only this step is full: it grows on in the next
             return False
+        if match.host:
+            match = self._reuse.verify(match)
+            num_tokens = step.room_for(sequence.num_owed - match.num_tokens, self._may_split)
+            if not num_tokens:
+                self._is_batch_open = True
+                return False
         self.batch_rows += 1 + num_kept_rows(sequence)
         self._start(sequence, match, num_tokens, step=step)
         return True
@@ -98,7 +105,7 @@ class Starts:
     ) -> None:
         self._waiting.remove(sequence)
         self._running.start(sequence)
-        self._reuse.take(sequence, match)
+        host_pages = self._reuse.take(sequence, match)
         num_needed = self._pool.pages_for(match.num_tokens + num_tokens)
         if self._needs.reserves_all:
             num_held = self._needs.num_to_hold(sequence)
@@ -106,6 +113,7 @@ class Starts:
             num_needed = num_held
         new_pages = self._grants.allocate(num_needed - match.num_pages)
         sequence.pages += new_pages
+        step.swap_in(host_pages, new_pages)
         if match.source is not None:
             step.copy_page(match.source.page, new_pages[0])
             self._reuse.release_source(match, step_id=step.step_id)

@@ -3,7 +3,18 @@
 from collections.abc import Iterable
 from typing import Literal
 
-from jaxserve.plan import Chunk, Fork, PageCopy, PromptScoring, RowLoad, StepLimits, StepPlan
+from jaxserve.host_pages import MAX_SWAP_IN
+from jaxserve.plan import (
+    Chunk,
+    Fork,
+    PageCopy,
+    PageIn,
+    PageOut,
+    PromptScoring,
+    RowLoad,
+    StepLimits,
+    StepPlan,
+)
 from jaxserve.request import Sequence
 
 RetireReason = Literal["pages", "rows", "results", "prefill"]
@@ -48,6 +59,7 @@ class StepBuilder:
         self._longer: list[Chunk] = []
         self._row_loads: list[RowLoad] = []
         self._copies: list[PageCopy] = []
+        self._swap_in: list[PageIn] = []
 
     @property
     def has_row(self) -> bool:
@@ -165,6 +177,17 @@ class StepBuilder:
         """Plans a copy that is made before this step writes anything."""
         self._copies.append(PageCopy(source=source, target=target))
 
+    def has_room_to_swap_in(self, num_pages: int) -> bool:
+        """Whether so many pages more can come back with this step."""
+        return len(self._swap_in) + num_pages <= MAX_SWAP_IN
+
+    def swap_in(self, host_pages: Iterable[int], pages: Iterable[int]) -> None:
+        """Plans that pages of host memory come back, into the first of a sequence's new pages."""
+        self._swap_in += [
+            PageIn(host_page=host_page, page=page)
+            for host_page, page in zip(host_pages, pages, strict=False)
+        ]
+
     def load_row(self, sequence: Sequence) -> None:
         """Plans the filling of the row a sequence has just been given; its pages are in it, and
         those of what it need not compute are written."""
@@ -186,12 +209,14 @@ class StepBuilder:
             )
         )
 
-    def build(self, preempted: tuple[int, ...]) -> StepPlan:
+    def build(self, preempted: tuple[int, ...], swap_out: tuple[PageOut, ...]) -> StepPlan:
         return StepPlan(
             step_id=self.step_id,
             chunks=(*self._singles, *self._longer),
             row_loads=tuple(self._row_loads),
             copies=tuple(self._copies),
+            swap_out=swap_out,
+            swap_in=tuple(self._swap_in),
             preempted=preempted,
         )
 

@@ -19,10 +19,12 @@ from jaxserve.identity import CacheIdentity
 from jaxserve.metrics import Metrics
 from jaxserve.plan import StepLimits, StepPlan, StepResult, TokenLogprobs, TokenMask
 from jaxserve.request import FinishReason, Request, SamplingParams, Sequence, SequenceState
+from jaxserve.scheduler.cached_page import CachedPage
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.prefix_cache import PrefixCache
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.settlement import Update
+from tests.fake_host_pages import FakeHostPages
 from tests.fake_logprobs import expected_logprobs, expected_prompt_logprobs
 from tests.fakes import (
     FLAVOR,
@@ -53,6 +55,7 @@ class Loop:
       outcomes: how each request ended: its last choice, or all of it at once.
       ends: how each choice ended by itself.
       prompt_logprobs: what each request was told of its prompt.
+      point: where the engine's loop is.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class Loop:
         vocab_size: int = 259,
         script: Script | None = None,
         cache: PrefixCache | None = None,
+        metrics: Metrics | None = None,
+        host_pages: FakeHostPages | None = None,
         policy: Policy = "priority",
         ageing_s: float | None = 60.0,
         weights: Mapping[str, float] = NO_WEIGHTS,
@@ -80,6 +85,8 @@ class Loop:
     ) -> None:
         """Args:
         cache: keeps the pages of all requests, under the identity that `add` is given.
+        metrics: where the cache counts.
+        host_pages: host memory, where the cache has a tier there.
         """
         limits = StepLimits(
             max_rows=rows,
@@ -88,7 +95,8 @@ class Loop:
             max_chunks=max_chunks,
             max_seqs=rows,
         )
-        self.metrics = Metrics()
+        self.metrics = metrics or Metrics()
+        self.host_pages = host_pages
         self.cache = cache
         self.pool = PagePool(num_pages, page_size, cache=cache)
         self.runner = FakeRunner(
@@ -99,6 +107,7 @@ class Loop:
             script=script,
             late_writes=True,
             flavor_of=lambda sequence_id: self._flavors[sequence_id],
+            host_pages=host_pages,
         )
         self._flavors: dict[int, int] = {}  # by sequence id
         self.scheduler = Scheduler(
@@ -137,6 +146,7 @@ class Loop:
         # output length at which a stop string matches, one more with each choice
         self.stops_at: dict[Request, int] = {}
         self.plans: list[StepPlan] = []
+        self.point: Point = "committed"
         self.num_steps = 0
         self._num_uncommitted = 0
         self._has_work = False  # of the last plan
@@ -234,7 +244,7 @@ class Loop:
 
     def advance(self) -> Point:
         """Goes on to the next point of the engine's loop, and checks the books there."""
-        point = next(self._points)
+        point = self.point = next(self._points)
         self.check()
         return point
 
@@ -340,18 +350,26 @@ class Loop:
         if self.cache is None:
             return
         for node in self.cache:
-            first = (node.depth - 1) * self.pool.page_size
-            cells = [cell[:2] for cell in self.runner.read_page(node.page)]
-            tokens = flavored(node.token_ids, flavor_of(node.identity))
-            assert cells == list(zip(tokens, itertools.count(first), strict=False)), (
-                f"page {node.page} is kept for {node.token_ids} from {first} on, but holds {cells}"
-            )
+            self._check_page(node, self.runner.read_page(node.page))
+        if self.host_pages is not None:
+            assert self.cache.host is not None
+            for node in self.cache.host:
+                assert node.host_page is not None
+                if self.host_pages.is_intact(node.host_page):
+                    self._check_page(node, self.host_pages.read(node.host_page))
         holders: dict[int, CacheIdentity | None] = {}
         for request in self.live:
             for sequence in request.sequences:
                 for page in sequence.pages:
                     identity = holders.setdefault(page, request.cache_identity)
                     assert identity == request.cache_identity, f"page {page} is shared"
+
+    def _check_page(self, node: CachedPage, cells: list[tuple[int, int, int]]) -> None:
+        first = (node.depth - 1) * self.pool.page_size
+        tokens = flavored(node.token_ids, flavor_of(node.identity))
+        wanted = list(zip(tokens, itertools.count(first), strict=False))
+        found = [cell[:2] for cell in cells]
+        assert found == wanted, f"{node.token_ids} from {first} on are kept, but it holds {found}"
 
     def _check_plan(self, plan: StepPlan) -> None:
         if not plan.has_work and not self._in_flight:

@@ -14,14 +14,22 @@ from typing import Final
 
 import pytest
 
+from jaxserve.host_pages import SwapCosts
 from jaxserve.identity import CacheIdentity, Digest, sha256
+from jaxserve.metrics import Metrics
+from jaxserve.scheduler.host_tier import HostTier
 from jaxserve.scheduler.prefix_cache import PrefixCache
+from tests.fake_host_pages import FakeHostPages
 from tests.scheduler.loop import IDENTITY
 from tests.scheduler.test_random_operations import Round, play_round
 
 NUM_SHARDS: Final = 4
 OPERATIONS_A_ROUND: Final = 500
-NUM_KINDS: Final = 19  # of what may happen
+NUM_KINDS: Final = 25  # of what may happen
+TIER_KINDS: Final = frozenset({  # and of those, what happens with a host tier alone
+    "host_tier_hit_tokens", "host_tier_declined_tokens", "budget", "damaged", "swapped out",
+    "swapped in",
+})  # fmt: skip
 OPERATIONS: Final = int(os.environ.get("JAXSERVE_CACHE_OPERATIONS", "50000"))
 IDENTITIES: Final = (
     *(IDENTITY,) * 9,
@@ -46,13 +54,41 @@ class CachedRound(Round):
 
     def draw_options(self) -> dict[str, object]:
         digest: Digest = self.rng.choice((sha256, sha256, sha256, one_byte, constant))
-        cache = PrefixCache(4, digest=digest, attention_tokens=self.rng.choice((8, 8192)))
-        self.num_asked = 0
+        metrics = Metrics()
+        self.host_pages = self.draw_host_pages()
+        cache = PrefixCache(
+            4,
+            digest=digest,
+            attention_tokens=self.rng.choice((8, 8192)),
+            host=HostTier(self.host_pages, metrics, page_size=4) if self.host_pages else None,
+        )
         self.num_flushed = 0
-        return super().draw_options() | {"cache": cache, "page_size": 4}
+        self.favourites = [
+            tuple(self.rng.randrange(3) for _ in range(self.rng.randrange(13, 31)))
+            for _ in range(3)
+        ]
+        return super().draw_options() | {
+            "cache": cache,
+            "page_size": 4,
+            "metrics": metrics,
+            "host_pages": self.host_pages,
+        }
+
+    def draw_host_pages(self) -> FakeHostPages | None:
+        """Six rounds in ten have a host tier; now and then few pages come back at no gain, or
+        none ever does."""
+        if self.rng.random() < 0.4:
+            return None
+        run_s, run_pages = self.rng.choice(
+            ((1e-9, 16), (1e-9, 2), (6.0, 16), (6.0, 16), (99.0, 16))
+        )
+        costs = SwapCosts(run_pages=run_pages, run_s=run_s, token_s=1.0)
+        return FakeHostPages(self.rng.choice((2, 12, 60)), costs=costs)
 
     def draw_prompt(self) -> tuple[int, ...]:
         rng, known = self.rng, list(self.loop.outputs)[-20:]
+        if self.host_pages and rng.random() < 0.7:  # what left the pool long ago
+            return rng.choice(self.favourites)
         if known and rng.random() < 0.8:
             earlier = rng.choice(known)
             tokens = (*earlier.prompt, *rng.choice(self.loop.choices[earlier]))
@@ -64,10 +100,12 @@ class CachedRound(Round):
         return tokens[:30]
 
     def draw_identity(self) -> CacheIdentity:
-        return self.rng.choice(IDENTITIES)
+        return (
+            IDENTITY if self.host_pages and self.rng.random() < 0.5 else self.rng.choice(IDENTITIES)
+        )
 
     def operations(self) -> dict[Callable[[], None], int]:
-        return super().operations() | {self.flush: 1}
+        return super().operations() | {self.flush: 1, self.spoil: 2}
 
     def flush(self) -> None:
         owner = self.rng.choice(("", "tenant", None))
@@ -76,18 +114,37 @@ class CachedRound(Round):
         self.num_flushed += num_pages
         self.loop.scheduler.check()
 
+    def spoil(self) -> None:
+        """Host memory goes bad, or is lost; not between a plan and its launch, which read it in one
+        breath."""
+        pages = self.host_pages
+        if pages is None or not pages.stored or self.loop.point == "scheduled":
+            return
+        spoiled = [host_page for host_page in pages.stored if self.rng.random() < 0.5]
+        self.log.append(f"spoil host pages {spoiled}")
+        for host_page in spoiled:
+            if self.rng.random() < 0.5:
+                pages.damage(host_page)
+            else:
+                pages.lose(host_page)
+
     def tell(self) -> collections.Counter[str]:
         """Returns what happened in it, by kind."""
         loop = self.loop
         ran = collections.Counter(map(str, loop.outcomes.values()))
         for name in ("preemptions", "forked_choices", "prefix_cache_queries", "prefix_cache_hits",
                      "prefix_cache_hit_tokens", "prefix_cache_copied_tokens", "prefix_cache_waits",
-                     "prefix_cache_evictions", "prefix_cache_refusals"):  # fmt: skip
+                     "prefix_cache_evictions", "prefix_cache_refusals", "host_tier_hit_tokens",
+                     "host_tier_declined_tokens"):  # fmt: skip
             ran[name] += int(loop.metrics.value(f"{name}_total"))
         ran["reused after a preemption"] += int(
             loop.metrics.value("prefix_cache_reused_tokens_total")
             - loop.metrics.value("prefix_cache_hit_tokens_total")
         )
+        for reason in ("budget", "damaged"):
+            ran[reason] += int(loop.metrics.value("host_tier_dropped_pages_total", reason=reason))
+        ran["swapped out"] += sum(len(plan.swap_out) for plan in loop.plans)
+        ran["swapped in"] += sum(len(plan.swap_in) for plan in loop.plans)
         ran["flushed"] += self.num_flushed
         ran["cached at the end"] += loop.pool.num_cached
         return ran

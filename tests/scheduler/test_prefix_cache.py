@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import pytest
 
 from jaxserve.identity import Digest, sha256
+from jaxserve.scheduler.cached_page import CachedPage
 from jaxserve.scheduler.page_pool import PagePool
-from jaxserve.scheduler.prefix_cache import CachedPage, PrefixCache
+from jaxserve.scheduler.prefix_cache import PrefixCache
 from tests.scheduler.loop import IDENTITY
 
 OTHER = dataclasses.replace(IDENTITY, owner="other")

@@ -247,7 +247,7 @@ def test_a_wait_is_for_one_prompt_only() -> None:
     (first,), (second,), (follower,) = (loop.add(prompt_of(30), 2).sequences for _ in range(3))
     for leader in (first, second):
         leader.state = SequenceState.RUNNING
-        fills.start(leader)
+        fills.start(leader, num_kept=0)
 
     def waits(step_id: int) -> bool:
         return fills.should_wait(follower, None, step_id=step_id, is_in_flight=lambda _: False)
@@ -265,7 +265,7 @@ def test_a_wait_ends_after_the_steps_that_the_prompt_takes_though_it_is_held_up(
     leader, follower = loop.add(prompt_of(30), 2), loop.add(prompt_of(29), 2)
     (leading,), (following,) = leader.sequences, follower.sequences
     leading.state = SequenceState.RUNNING  # and is never paid
-    fills.start(leading)
+    fills.start(leading, num_kept=0)
 
     def waits(step_id: int) -> bool:
         return fills.should_wait(following, None, step_id=step_id, is_in_flight=lambda _: False)
