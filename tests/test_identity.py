@@ -52,6 +52,19 @@ def test_a_text_in_another_field_is_another_key(first: str, second: str) -> None
     assert len(set(keys)) == len(keys)
 
 
+NEIGHBOURS = [("weights", "tokenizer"), ("tokenizer", "positions"), ("owner", "salt")]
+FRAMES = ("", "\0", "|", ":", "{name}", "s{name}s", "ts{name}s", "t\0s{name}\0s", ", {name}=")
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.parametrize(("first", "second"), NEIGHBOURS)
+def test_a_text_cannot_pass_for_the_end_of_its_field(first: str, second: str, frame: str) -> None:
+    """Where only marks stand between two fields, a text with such marks in it moves the end."""
+    mark = frame.format(name=second)
+    one = identity_key(replaced({first: "a", second: f"b{mark}c"}))
+    assert one != identity_key(replaced({first: f"a{mark}b", second: "c"}))
+
+
 def test_random_identities_share_a_key_only_where_they_are_equal() -> None:
     rng = random.Random(1)
     pieces = ("", "a", "b", "ab", "s:a", "a\0", "\0", "\0\0\0\0\0\0\0\1", "é", "\ud800", "1")
