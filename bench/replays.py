@@ -122,7 +122,8 @@ def _run(bench: Bench) -> JsonObject:
 def find_stall_s(result: JsonObject) -> float:
     """Returns the longest time that nobody looked at the clock, who does so each second."""
     times = [0.0, *(sample["time_s"] for sample in result["timeline"]), result["duration"]]
-    return max(later - before for before, later in itertools.pairwise(times))
+    longest_s: float = max(later - before for before, later in itertools.pairwise(times))
+    return longest_s
 
 
 class VirtualMachine:
