@@ -82,11 +82,13 @@ class Loop:
         ageing_s: float | None = 60.0,
         weights: Mapping[str, float] = NO_WEIGHTS,
         target_itl_s: float | None = None,
+        step_s: float = 0.0,
     ) -> None:
         """Args:
         cache: keeps the pages of all requests, under the identity that `add` is given.
         metrics: where the cache counts.
         host_pages: host memory, where the cache has a tier there.
+        step_s: that passes with each step, and that the scheduler is told of; 0 times nothing.
         """
         limits = StepLimits(
             max_rows=rows,
@@ -131,6 +133,7 @@ class Loop:
             weight_of=lambda tenant: weights.get(tenant, 1.0),
         )
         self.policy = policy
+        self.step_s = step_s
         self.ageing_s = ageing_s
         self.depth = depth
         self.vocab_size = vocab_size
@@ -340,7 +343,9 @@ class Loop:
         result = in_flight.result()
         yield "read"
         stopped = self._match_stops(result)
-        for update in self.scheduler.commit(launched, result, stopped):
+        self.now_s += self.step_s
+        now_s = self.now_s if self.step_s else None
+        for update in self.scheduler.commit(launched, result, stopped, now_s=now_s):
             self._deliver(update)
         self._num_uncommitted -= 1
         yield "committed"

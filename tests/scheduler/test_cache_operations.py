@@ -3,12 +3,10 @@
 Prompts are of three symbols and often go on from earlier ones, so that prefixes collide; models,
 tenants and salts change; the digest of the keys is now and then one that collides. After each
 operation every page is in one place, and every page of the cache holds what its key says.
-`JAXSERVE_CACHE_OPERATIONS=1000000` plays so many (nightly).
 """
 
 import collections
 import dataclasses
-import os
 from collections.abc import Callable
 from typing import Final
 
@@ -25,12 +23,8 @@ from tests.scheduler.test_random_operations import Round, play_round
 
 NUM_SHARDS: Final = 4
 OPERATIONS_A_ROUND: Final = 500
-NUM_KINDS: Final = 25  # of what may happen
-TIER_KINDS: Final = frozenset({  # and of those, what happens with a host tier alone
-    "host_tier_hit_tokens", "host_tier_declined_tokens", "budget", "damaged", "swapped out",
-    "swapped in",
-})  # fmt: skip
-OPERATIONS: Final = int(os.environ.get("JAXSERVE_CACHE_OPERATIONS", "50000"))
+NUM_KINDS: Final = 26  # of what may happen
+OPERATIONS: Final = 50_000
 IDENTITIES: Final = (
     *(IDENTITY,) * 9,
     dataclasses.replace(IDENTITY, weights="other"),
@@ -45,15 +39,26 @@ def one_byte(message: bytes) -> bytes:
     return sha256(message)[:1]
 
 
+def two_bits(message: bytes) -> bytes:
+    return bytes([sha256(message)[0] & 3])
+
+
+def eight_bytes(message: bytes) -> bytes:
+    return sha256(message)[:8]
+
+
 def constant(message: bytes) -> bytes:
     return b"always the same"
+
+
+DIGESTS: Final = (sha256, sha256, sha256, eight_bytes, one_byte, two_bits, constant)
 
 
 class CachedRound(Round):
     """A round whose requests have much in common."""
 
     def draw_options(self) -> dict[str, object]:
-        digest: Digest = self.rng.choice((sha256, sha256, sha256, one_byte, constant))
+        digest: Digest = self.rng.choice(DIGESTS)
         metrics = Metrics()
         self.host_pages = self.draw_host_pages()
         cache = PrefixCache(

@@ -46,6 +46,8 @@ def draw_options(rng: random.Random) -> dict[str, object]:
         "policy": rng.choice(("priority", "priority", "fcfs", "edf", "fair")),
         "ageing_s": rng.choice((60.0, 2.0, None)),
         "weights": {"b": 3.0},
+        "step_s": rng.choice((0.0, 0.1, 0.1)),
+        "target_itl_s": rng.choice((None, None, 0.05, 0.2)) if chunked else None,
         "script": break_some if rng.random() < 0.3 else None,
     }
 
@@ -208,4 +210,4 @@ def test_random_operations_lose_no_page_and_change_no_output(shard: int) -> None
         ran["only scored"] += sum(not request.max_tokens for request in loop.outputs)
         ran["ends"] += len(loop.ends)
         assert loop.metrics.value("useful_rows_total") <= loop.metrics.value("offered_rows_total")
-    assert len(+ran) == 18, f"something never happened, the test is weak: {ran}"
+    assert len(+ran) == 19, f"something never happened, the test is weak: {ran}"

@@ -29,14 +29,13 @@ from hypothesis.stateful import (
 
 from jaxserve.identity import CacheIdentity
 from tests.scheduler.loop import IDENTITY
-from tests.scheduler.test_cache_operations import NUM_KINDS, TIER_KINDS, CachedRound
+from tests.scheduler.test_cache_operations import NUM_KINDS, CachedRound
 from tests.scheduler.test_random_operations import break_some
 
-NUM_SHARDS: Final = 4
 OPERATIONS: Final = 50_000
 NIGHTLY_OPERATIONS: Final = 1_000_000
 RULES_A_RUN: Final = 120
-RUNS_A_BATCH: Final = 25
+RUNS_A_BATCH: Final = 10  # after ten hypothesis varies those that it has, with less that is new
 SCOPES: Final[tuple[Literal["tenant", "shared"], ...]] = ("tenant", "shared")
 
 
@@ -243,16 +242,13 @@ def play(num_operations: int, *, seed: int) -> collections.Counter[str]:
     return Machine.ran
 
 
-def check_met(ran: collections.Counter[str], *, rare: frozenset[str] = frozenset()) -> None:
-    num_met = len((+ran).keys() - rare)
-    wanted = NUM_KINDS - len(rare)
-    assert num_met == wanted, f"something never happened, the test is weak: {ran}"
+def check_met(ran: collections.Counter[str]) -> None:
+    assert len(+ran) == NUM_KINDS, f"something never happened, the test is weak: {ran}"
 
 
 @pytest.mark.timeout(900)  # a failure is cut down first
-@pytest.mark.parametrize("shard", range(NUM_SHARDS))
-def test_any_order_of_operations_keeps_the_books_and_the_outputs(shard: int) -> None:
-    check_met(play(OPERATIONS // NUM_SHARDS, seed=1_000_000 * shard), rare=TIER_KINDS)
+def test_any_order_of_operations_keeps_the_books_and_the_outputs() -> None:
+    check_met(play(OPERATIONS, seed=0))
 
 
 @pytest.mark.nightly
