@@ -338,3 +338,34 @@ def test_tenants_share_nothing() -> None:
     asks = [same(index, prompt_class=name) for index, name in enumerate("abb")]
     records, _ = simulate(asks, tenant_of=lambda asked: asked.prompt_class)
     assert [records[index].cached_prompt_tokens for index in range(3)] == [0, 0, 15]
+
+
+def times_of_second(first: int, *, shared: bool, gap_s: float) -> list[float]:
+    """Returns when the second tenant's tokens come, after or while the first asks something.
+
+    Args:
+      first: the token of the first one's prompt; the second's is of nines.
+    """
+    names = {"team": ("a", "b")} if shared else {}
+    section = CONFIG.prefix_cache.model_copy(update={"shared_namespaces": names})
+    config = CONFIG.model_copy(update={"prefix_cache": section})
+    asks = [
+        dataclasses.replace(same(0, "a"), prompt=(first,) * 16),
+        dataclasses.replace(same(1, "b"), at_s=gap_s),
+    ]
+    records, _ = simulate(asks, config=config, tenant_of=lambda asked: asked.prompt_class)
+    return times_of(records[1])
+
+
+@pytest.mark.parametrize("gap_s", [20.0, 4.0, 0.0])
+def test_no_time_tells_a_tenant_what_another_asked(gap_s: float) -> None:
+    """Neither what is kept nor a prefill that one could wait for; where they share, it does."""
+    same_prompt, other_prompt = (
+        times_of_second(first, shared=False, gap_s=gap_s) for first in (9, 7)
+    )
+    assert same_prompt == other_prompt
+    shared_same, shared_other = (
+        times_of_second(first, shared=True, gap_s=gap_s) for first in (9, 7)
+    )
+    assert shared_other == other_prompt
+    assert shared_same != shared_other
