@@ -226,11 +226,11 @@ def test_where_no_copy_ever_pays_nothing_goes_there() -> None:
     assert books.plan() == ()
 
 
-def build_loop(*, num_host_pages: int = 40, num_pages: int = 9, depth: int = 2) -> Loop:
-    metrics, pages = Metrics(), FakeHostPages(num_host_pages)
+def build_loop(*, num_pages: int = 9, costs: SwapCosts = ALWAYS_WORTH_IT) -> Loop:
+    metrics, pages = Metrics(), FakeHostPages(40, costs=costs)
     cache = PrefixCache(4, host=HostTier(pages, metrics, page_size=4))
     return Loop(
-        num_pages=num_pages, cache=cache, metrics=metrics, host_pages=pages, depth=depth,
+        num_pages=num_pages, cache=cache, metrics=metrics, host_pages=pages,
         max_len=32,
     )  # fmt: skip
 
@@ -246,9 +246,12 @@ def go_to(loop: Loop, point: Point) -> None:
         pass
 
 
-def test_a_prompt_that_returns_is_copied_back_and_published_when_its_step_has_retired() -> None:
+@pytest.mark.parametrize("prompt_len", [21, 23])
+def test_a_prompt_that_returns_is_copied_back_and_published_when_its_step_has_retired(
+    prompt_len: int,
+) -> None:
     loop = build_loop()
-    prompt = tuple(range(21))
+    prompt = tuple(range(prompt_len))
     ask(loop, prompt)
     ask(loop, range(100, 129))
     request = loop.add(prompt, 2)
@@ -259,7 +262,7 @@ def test_a_prompt_that_returns_is_copied_back_and_published_when_its_step_has_re
     assert loop.cache is not None
     assert not any(page in loop.cache for page in load.pages)
     go_to(loop, "committed")
-    # the chunk of one token filled no page, and those that came back are found none the less
+    # the chunk filled no page, and those that came back are found none the less
     assert all(page in loop.cache for page in load.pages[:5])
     loop.drain(100)
     assert loop.metrics.value("host_tier_hit_tokens_total") == 20
@@ -305,3 +308,16 @@ def test_a_damaged_page_is_computed_and_so_is_what_follows_it() -> None:
     request = ask(loop, prompt)
     assert request.num_cached == 4
     assert loop.metrics.value("host_tier_dropped_pages_total", reason="damaged") == 1
+
+
+@pytest.mark.parametrize(("run_s", "num_cached", "num_declined"), [(19.0, 20, 0), (20.0, 0, 20)])
+def test_pages_come_back_where_that_is_sooner_than_to_compute_them(
+    run_s: float, num_cached: int, num_declined: int
+) -> None:
+    loop = build_loop(costs=SwapCosts(run_pages=16, run_s=run_s, token_s=1.0))
+    prompt = tuple(range(21))
+    ask(loop, prompt)
+    ask(loop, range(100, 129))
+    assert ask(loop, prompt).num_cached == num_cached
+    assert loop.metrics.total("host_tier_declined_tokens_total") == num_declined
+    assert loop.metrics.total("host_tier_hit_tokens_total") == num_cached
