@@ -114,8 +114,13 @@ def explain_why(found: Explanation, config: Config) -> str:
     if found.differs_in is not None and found.values is not None:
         first, second = (repr(value) for value in found.values)
         return f"nothing is shared: {_DIFFERENT[found.differs_in]} ({first} and {second})"
-    if found.num_common >= found.num_second - 1:
-        return "all of the second is there; the last token of a prompt is always computed"
+    num_shared = found.num_second - found.num_computed
+    num_left = min(found.num_common, found.num_second - 1) - num_shared
+    if num_left:
+        what = "token more is" if num_left == 1 else "tokens more are"
+        return f"{num_left} {what} the same, but less than a quarter of a page is not copied"
+    if found.num_computed == 1:
+        return "all of the second is there up to its last token, which is always computed"
     if found.num_common == found.num_first:
         return "the first ends there; what it wrote is kept too, and may go on like the second"
     return "they differ from there on, and what follows depends on all that is before it"

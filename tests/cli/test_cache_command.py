@@ -1,6 +1,7 @@
 """`jaxserve cache explain`: what it says is what the engine does."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,26 @@ def test_what_keeps_them_apart_is_named(
     assert code == 0
     assert why in told["why"]
     assert (told["num_pages"] > 0) is not bool(options)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        (range(17), range(17), "up to its last token"),
+        (range(17), (*range(16), 90), "up to its last token"),
+        (range(19), (*range(17), 90), "1 token more is the same, but less than a quarter"),
+        (range(3), (*range(3), 90), "3 tokens more are the same, but less than a quarter"),
+        (range(3), range(3), "2 tokens more are the same, but less than a quarter"),
+        (range(17), (90,), "up to its last token"),
+        (range(17), (90, 91), "they differ from there on"),
+        (range(16), range(20), "the first ends there"),
+    ],
+)
+def test_why_no_more_is_shared_is_what_decides_it(
+    first: Sequence[int], second: Sequence[int], why: str
+) -> None:
+    told = explain_sharing((first, IDENTITY), (second, IDENTITY), page_size=16)
+    assert why in explain_why(told, CONFIG)
 
 
 def test_a_shared_namespace_shares(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
