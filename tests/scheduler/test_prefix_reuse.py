@@ -381,12 +381,14 @@ def test_five_hundred_requests_leave_every_page_to_be_had() -> None:
 
 
 def test_a_match_is_not_evicted_by_its_own_request() -> None:
+    """It is what would go first, and its own request needs pages that are not free."""
     loop = build_loop(max_len=48)
-    run(loop, prompt_of(40), 2)
-    loop.add(7, 2)  # takes two pages
-    again = loop.add((*prompt_of(20), *range(100, 116)), 4)
-    loop.drain(max_steps=60)
-    assert again.num_cached == 20
+    run(loop, prompt_of(9), 2)
+    run(loop, tuple(range(100, 138)), 2)
+    assert (loop.pool.num_cached, loop.pool.num_free) == (11, 12)
+    again = run(loop, (*prompt_of(8), *range(200, 212)), 2)
+    assert again.num_cached == 8
+    assert count(loop, "evictions") >= 2
 
 
 def test_the_copy_is_left_out_where_its_page_is_needed() -> None:
