@@ -102,8 +102,6 @@ class Round:
         self.log.append("drain")
         owed = sum((len(r.prompt) + r.max_tokens) * len(r.sequences) for r in self.loop.live)
         self.loop.drain(max_steps=6 * owed + 10)
-        if any(request.priority for request in self.loop.outputs):
-            return
         for sequence in (s for request in self.loop.outputs for s in request.sequences):
             by_shortage = sequence.num_preemptions - self.num_forced[sequence]
             assert by_shortage <= 12, f"{sequence.id} was preempted {by_shortage} times"
