@@ -67,7 +67,7 @@ class Bench:
 
     def return_by(self, way: Way, num_tokens: int) -> Answer:
         """Returns the second answer to a new prompt, prepared that way."""
-        prompt = self.prompt(num_tokens)
+        prompt = self.prompt(num_tokens + 1)  # the last token is computed always
         first = self.ask(prompt)
         match way:
             case "computed":

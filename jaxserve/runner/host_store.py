@@ -26,24 +26,34 @@ class HostStore:
         self.page_bytes = spec.page_bytes
         self.costs = SwapCosts(run_pages=SWAP_WIDTH, run_s=0.0, token_s=0.0)
         self._dtype = jnp.dtype(spec.kv_dtype)
-        self._page_shape = spec.page_shape
+        self._shape = (SWAP_WIDTH, *spec.kv_shape[1:])
+        self._num_layers = spec.model.num_layers
         # the system gives the memory as it is written
-        self._bytes = np.empty((num_pages, spec.page_bytes), np.uint8)
+        layer_bytes = spec.page_bytes // self._num_layers
+        self._bytes = np.empty((num_pages, self._num_layers, layer_bytes), np.uint8)
         self._checksums: list[int | None] = [None] * num_pages
 
-    def store(self, host_pages: Sequence[int], pages_WL2KRH: np.ndarray) -> None:
-        """Keeps the first of these pages under the given numbers; those after them are padding."""
-        for host_page, page_L2KRH in zip(host_pages, pages_WL2KRH, strict=False):
-            kept = self._bytes[host_page]
-            kept[:] = page_L2KRH.reshape(-1).view(np.uint8)
-            self._checksums[host_page] = zlib.crc32(kept)
+    def store(self, host_pages: Sequence[int], layers: Sequence[np.ndarray]) -> None:
+        """Keeps the first pages of each layer's ``out_W2KRH`` under the given numbers; those after
+        them are padding."""
+        places = list(host_pages)
+        for layer, out_W2KRH in enumerate(layers):
+            rows = out_W2KRH.reshape(len(out_W2KRH), -1).view(np.uint8)
+            self._bytes[places, layer] = rows[: len(places)]
+        for host_page in places:
+            self._checksums[host_page] = zlib.crc32(self._bytes[host_page])
 
     def is_intact(self, host_page: int) -> bool:
         return zlib.crc32(self._bytes[host_page]) == self._checksums[host_page]
 
-    def read(self, host_pages: Sequence[int]) -> np.ndarray:
-        """Returns a copy of at most `SWAP_WIDTH` pages, ``in_WL2KRH``; zeros are padding."""
-        in_WL2KRH = np.zeros((SWAP_WIDTH, *self._page_shape), self._dtype)
-        for page_L2KRH, host_page in zip(in_WL2KRH, host_pages, strict=False):
-            page_L2KRH.reshape(-1).view(np.uint8)[:] = self._bytes[host_page]
-        return in_WL2KRH
+    def read(self, host_pages: Sequence[int]) -> tuple[np.ndarray, ...]:
+        """Returns a copy of at most `SWAP_WIDTH` pages, each layer's ``in_W2KRH``; zeros are
+        padding."""
+        places = list(host_pages)
+        layers = []
+        for layer in range(self._num_layers):
+            in_W2KRH = np.zeros(self._shape, self._dtype)
+            rows = in_W2KRH.reshape(SWAP_WIDTH, -1).view(np.uint8)
+            rows[: len(places)] = self._bytes[places, layer]
+            layers.append(in_W2KRH)
+        return tuple(layers)

@@ -46,11 +46,6 @@ class RunnerSpec:
         return (self.num_pages, 2, model.num_kv_heads, self.page_size, model.head_dim)
 
     @property
-    def page_shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of one page over all layers, ``page_L2KRH``."""
-        return (self.model.num_layers, *self.kv_shape[1:])
-
-    @property
     def page_bytes(self) -> int:
         return bytes_of_page(self.model, page_size=self.page_size, kv_dtype=self.kv_dtype)
 

@@ -161,16 +161,21 @@ def copy_pages(kv: KV, pages_2W: Array) -> KV:
     return tuple(copy(pool_C2KRH) for pool_C2KRH in kv)
 
 
-def page_out(kv: KV, pages_W: Array) -> Array:
-    """Returns pages of the pool, each over all layers, ``out_WL2KRH``. Padding: any page."""
-    return jnp.stack([pool_C2KRH.at[pages_W].get(mode="clip") for pool_C2KRH in kv], axis=1)
+def page_out(kv: KV, pages_W: Array) -> tuple[Array, ...]:
+    """Returns pages of the pool, layer by layer: ``out_W2KRH``. Padding: any page."""
+    return tuple(pool_C2KRH.at[pages_W].get(mode="clip") for pool_C2KRH in kv)
 
 
-def page_in(kv: KV, pages_W: Array, in_WL2KRH: Array) -> KV:
-    """Returns the pool (donate it) with these pages in the place of `pages_W`, over all layers.
-    Padding: past the end."""
-    check_shapes(pages_W=pages_W, in_WL2KRH=in_WL2KRH)
+def page_in(kv: KV, pages_W: Array, layers: tuple[Array, ...]) -> KV:
+    """Returns the pool (donate it) with pages written to `pages_W`. Padding: past the end.
+
+    Args:
+      layers: of each layer its ``in_W2KRH``. One array of them all would be cut up again, which
+        takes four times as long as to write it.
+    """
+    for in_W2KRH in layers:
+        check_shapes(pages_W=pages_W, in_W2KRH=in_W2KRH)
     return tuple(
-        pool_C2KRH.at[pages_W].set(in_WL2KRH[:, layer], mode="drop")
-        for layer, pool_C2KRH in enumerate(kv)
+        pool_C2KRH.at[pages_W].set(in_W2KRH, mode="drop")
+        for pool_C2KRH, in_W2KRH in zip(kv, layers, strict=True)
     )

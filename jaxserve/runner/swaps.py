@@ -20,7 +20,7 @@ from jaxserve.runner.steps import KV
 logger = logging.getLogger(__name__)
 
 NUM_TIMED = 3  # runs, of which the fastest counts: others are disturbed
-Program = Callable[..., object]
+Program = Callable[..., tuple[jax.Array, ...]]
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -28,11 +28,11 @@ class PageReads:
     """Pages on their way to host memory.
 
     Attributes:
-      out_WL2KRH: one run's.
+      layers: one run's ``out_W2KRH``, layer by layer.
       host_pages: where they go.
     """
 
-    out_WL2KRH: jax.Array
+    layers: tuple[jax.Array, ...]
     host_pages: tuple[int, ...]
 
 
@@ -58,23 +58,23 @@ class Swaps:
         """Starts to read pages as they are now, whatever is launched next."""
         reads = []
         for some in itertools.batched(moves, SWAP_WIDTH):
-            out_WL2KRH = self._read([move.page for move in some], kv)
+            layers = self._read([move.page for move in some], kv)
             host_pages = tuple(move.host_page for move in some)
-            reads.append(PageReads(out_WL2KRH=out_WL2KRH, host_pages=host_pages))
+            reads.append(PageReads(layers=layers, host_pages=host_pages))
         return reads
 
     def keep(self, reads: Sequence[PageReads]) -> None:
         """Puts into host memory what was read, now that the step has retired."""
         for read in reads:
-            self.store.store(read.host_pages, jax.device_get(read.out_WL2KRH))
+            self.store.store(read.host_pages, jax.device_get(read.layers))
             self._metrics.host_tier_pages_out.inc(len(read.host_pages))
             self._metrics.host_tier_bytes_out.inc(len(read.host_pages) * self.store.page_bytes)
 
     def put_in(self, kv: KV, moves: Sequence[PageIn]) -> KV:
         """Returns the pool, which is donated, with pages of host memory in it."""
         for some in itertools.batched(moves, SWAP_WIDTH):
-            in_WL2KRH = self.store.read([move.host_page for move in some])
-            kv = self._write([move.page for move in some], in_WL2KRH, kv)
+            layers = self.store.read([move.host_page for move in some])
+            kv = self._write([move.page for move in some], layers, kv)
         self._metrics.host_tier_pages_in.inc(len(moves))
         self._metrics.host_tier_bytes_in.inc(len(moves) * self.store.page_bytes)
         return kv
@@ -91,8 +91,7 @@ class Swaps:
         in_s: list[float] = []
         for _ in range(NUM_TIMED + 1):  # the first warms up
             started_s = time.monotonic()
-            out_WL2KRH = self._read(pages, kv)
-            self.store.store(range(num_pages), jax.device_get(out_WL2KRH))
+            self.store.store(range(num_pages), jax.device_get(self._read(pages, kv)))
             out_s.append(time.monotonic() - started_s)
             started_s = time.monotonic()
             for host_page in range(num_pages):
@@ -117,15 +116,14 @@ class Swaps:
         )
         return kv
 
-    def _read(self, pages: Sequence[int], kv: KV) -> jax.Array:
+    def _read(self, pages: Sequence[int], kv: KV) -> tuple[jax.Array, ...]:
         pages_W = jax.device_put(build_swap_pages(pages, self._spec))
-        out_WL2KRH = self._page_out(kv, pages_W)
-        assert isinstance(out_WL2KRH, jax.Array)
+        layers: tuple[jax.Array, ...] = self._page_out(kv, pages_W)
         with jax.transfer_guard_device_to_host("allow"):  # on a GPU this counts as implicit
-            out_WL2KRH.copy_to_host_async()
-        return out_WL2KRH
+            for out_W2KRH in layers:
+                out_W2KRH.copy_to_host_async()
+        return layers
 
-    def _write(self, pages: Sequence[int], in_WL2KRH: np.ndarray, kv: KV) -> KV:
-        arguments = jax.device_put((build_swap_pages(pages, self._spec), in_WL2KRH))
-        new: KV = self._page_in(kv, *arguments)  # type: ignore[assignment]  # a program's result
-        return new
+    def _write(self, pages: Sequence[int], layers: tuple[np.ndarray, ...], kv: KV) -> KV:
+        arguments = jax.device_put((build_swap_pages(pages, self._spec), layers))
+        return self._page_in(kv, *arguments)

@@ -112,7 +112,7 @@ def test_what_host_memory_lost_is_computed_again(runner: Runner, kind: str) -> N
         if kind == "they were lost":
             store._checksums[host_page] = None
         else:
-            store._bytes[host_page, 7 * host_page % store.page_bytes] ^= 1
+            store._bytes[host_page, host_page % 2, 7 * host_page % 100] ^= 1
     guests = run_one_by_one(play, PROMPTS)
     # the last was in the pool when it happened, and left it then
     assert [guest.request.num_cached for guest in guests] == [0] * 6 + [28]

@@ -59,6 +59,11 @@ def read_pages(runner: Runner, pages: Sequence[int]) -> bytes:
     return b"".join(np.asarray(pool)[list(pages)].tobytes() for pool in runner._kv)
 
 
+def page_of(runner: Runner, number: float) -> list[np.ndarray]:
+    """Returns one page, layer by layer."""
+    return [np.full((1, *pool.shape[1:]), number, pool.dtype) for pool in runner._kv]
+
+
 def outs(pages: Sequence[int], host_pages: Sequence[int]) -> tuple[PageOut, ...]:
     pairs = zip(pages, host_pages, strict=True)
     return tuple(PageOut(page=page, host_page=host_page) for page, host_page in pairs)
@@ -155,10 +160,10 @@ def test_a_sequence_goes_on_from_pages_that_came_back(runner: Runner) -> None:
 def test_a_damaged_page_and_one_never_stored_are_told(runner: Runner) -> None:
     store = HostStore(4, runner.spec)
     assert not store.is_intact(0)
-    page = np.ones((1, *runner.spec.page_shape), np.float32)
+    page = page_of(runner, 1.0)
     store.store([2], page)
     assert store.is_intact(2)
-    store._bytes[2, -1] ^= 1
+    store._bytes[2, -1, -1] ^= 1
     assert not store.is_intact(2)
     store.store([2], page)
     assert store.is_intact(2)
@@ -166,12 +171,13 @@ def test_a_damaged_page_and_one_never_stored_are_told(runner: Runner) -> None:
 
 def test_what_is_read_is_a_copy(runner: Runner) -> None:
     store = HostStore(4, runner.spec)
-    page = np.ones((1, *runner.spec.page_shape), np.float32)
+    page = page_of(runner, 1.0)
     store.store([1], page)
     read = store.read([1])
-    store.store([1], 2 * page)
-    assert read[0].tobytes() == page.tobytes()
-    assert not read[1:].any()
+    store.store([1], page_of(runner, 2.0))
+    for layer, kept in zip(read, page, strict=True):
+        assert layer[0].tobytes() == kept[0].tobytes()
+        assert not layer[1:].any()
 
 
 def test_both_programs_use_the_pool_in_place(runner: Runner) -> None:
