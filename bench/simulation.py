@@ -3,11 +3,13 @@
     python -m bench.simulation --out runs
     python -m bench.simulation --reuse runs
 
-Fitted on `mixed`: a closed loop with every row busy, and an open one in bursts. Then `chat` (short
-prompts, Poisson), `summaries` (long prompts, short outputs, Poisson) and `assistants` (four shared
-beginnings, in bursts) at 0.5, 0.8 and 1.2 times their capacity, which the simulator says, each
-several times live. Limits are 4 times the unloaded ttft and 2 times the full batch's inter-token
-time, as simulated. A prediction is the median of simulations that differ in their jitter.
+Fitted on `mixed`: closed loops that keep every row busy, of short requests and of all lengths, and
+an open one in bursts, so that every program runs, at several lengths of its longest sequence. Then
+`chat` (short prompts, Poisson), `summaries` (long prompts, short outputs, Poisson) and `assistants`
+(four shared beginnings, in bursts) at 0.5, 0.8 and 1.2 times their capacity, which the simulator
+says, each several times live. Limits are 4 times the unloaded ttft and 2 times the full batch's
+inter-token time, as simulated. A prediction is the median of simulations that differ in their
+jitter.
 
 Wanted: goodput, p95 ttft and p95 inter-token time within 15 % of the live runs' median at 0.5 and
 0.8; at 1.2 between their least and their most, 15 % allowed.
@@ -68,6 +70,7 @@ FITTED: Final = Kind(
     ),
     burstiness=0.5,
 )
+SHORT: Final = (PromptClass(prompt=Uniform(low=8, high=40), output=Uniform(low=8, high=40)),)
 KINDS: Final = {
     "chat": Kind(
         classes=(
@@ -152,8 +155,9 @@ def run_live(options: argparse.Namespace, config: Config, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     machine = LiveMachine(options.model, config)
     began_s = time.monotonic()
+    short = measure_capacity(machine, config, SHORT, seed=seed)
     fitted = measure_capacity(machine, config, FITTED.classes, seed=seed)
-    print(f"mixed: {fitted}", flush=True)
+    print(f"short: {short}\nmixed: {fitted}", flush=True)
     arrivals = OpenLoop(rate=FIT_LOAD * fitted.requests_per_s, burstiness=FITTED.burstiness)
     load = make_load("mixed", arrivals, FITTED.classes, seed=seed, duration_s=options.fit_seconds)
     machine.replay(load, config, build_options(fitted.limits, seed=seed), folder=folder / "mixed")
