@@ -37,7 +37,6 @@ from bench.replays import (
 from jaxserve.config import Config
 from jaxserve.measure.limits import read_limits
 from jaxserve.measure.load import Load, load_memory
-from jaxserve.measure.result import JsonObject
 from jaxserve.measure.step_times import ServedTimes, read_step_times
 from jaxserve.measure.workload import Recipe, WorkloadEntry
 from jaxserve.measure.workload.entry import build_workload
@@ -141,21 +140,13 @@ def simulate(
     )
     bound = find_bound(read_trace(options.trace))
     hit_rate: float = result["tokens"]["hit_rate"]
-    tell_simulated(result)
+    outcomes, tokens = result["outcomes"], result["tokens"]
+    print(f"in virtual time: {outcomes['sent']} requests, {outcomes['ok']} ok, {tokens['prompt']} "
+          f"prompt tokens, {result['server']['preemptions']:g} preemptions")  # fmt: skip
     points = 100 * (hit_rate - bound)
     print(f"hit rate {100 * hit_rate:.2f} %, the trace's own reuse {100 * bound:.2f} %: "
           f"{points:+.2f} points (wanted: within {WANTED_POINTS:g})")  # fmt: skip
     return abs(points) <= WANTED_POINTS
-
-
-def tell_simulated(result: JsonObject) -> None:
-    outcomes, found = result["outcomes"], result["latency"]["ttft"]
-    tokens, server = result["tokens"], result["server"]
-    print(
-        f"simulated: {outcomes['sent']} requests, {outcomes['ok']} ok, {tokens['prompt']} prompt "
-        f"tokens, {result['duration']:.0f} s; ttft p50 {found['p50']:.2f} p95 {found['p95']:.2f} "
-        f"s; KV peak {100 * server['kv_usage_peak']:.1f} %, {server['preemptions']:g} preemptions"
-    )
 
 
 def give_room(config: Config, load: Load) -> Config:
