@@ -9,6 +9,7 @@ import pytest
 from jaxserve.config import Config, load_config
 from jaxserve.engine import Delta, Engine, ServedModel
 from jaxserve.errors import ConfigError
+from jaxserve.host_pages import SwapCosts
 from jaxserve.mechanisms import (
     MECHANISMS,
     PAIRS,
@@ -123,8 +124,8 @@ def test_a_pair_that_is_not_on_together_is_not_looked_at() -> None:
     assert check_mechanisms(config, mechanisms=(MECHANISMS[0], SPARE)) == MECHANISMS[:1]
 
 
-def run_workload(config: Config, runner: Runner, metrics: Metrics) -> None:
-    """Runs requests that can use every mechanism."""
+def run_workload(config: Config, runner: Runner, metrics: Metrics, *, num_rounds: int = 1) -> None:
+    """Runs requests that can use every mechanism, so many times."""
     engine = Engine(
         runner=runner,
         tokenizer=build_byte_tokenizer(),
@@ -142,13 +143,13 @@ def run_workload(config: Config, runner: Runner, metrics: Metrics) -> None:
                 sampling=SamplingParams(temperature=0.0, max_tokens=6 + number),
             )
         )
-        for number in range(4)
+        for number in list(range(4)) * num_rounds
     ]
     if isinstance(runner, FakeRunner):
         runner.gate.set()  # all are there before the first step ends
     for number, stream in enumerate(streams):
         token_ids = [id for event in stream if isinstance(event, Delta) for id in event.token_ids]
-        assert len(token_ids) == 6 + number
+        assert len(token_ids) == 6 + number % 4
     engine.stop()
 
 
@@ -209,6 +210,22 @@ def test_overlap_and_buckets_count_on_the_device_too() -> None:
     metrics = run_on_device(overlap=True, capture=True)
     assert metrics.total("overlapped_steps_total") > 0
     assert metrics.total("bucketed_steps_total") > 0
+
+
+def test_the_host_tier_counts_on_the_device_while_on_and_not_while_off() -> None:
+    kv = CONFIG.kv.model_copy(update={"num_pages": 1 + 12})
+    tier = CONFIG.host_tier.model_copy(update={"enabled": True, "max_bytes": 1 << 20})
+    config = CONFIG.model_copy(update={"kv": kv, "host_tier": tier})
+    metrics = Metrics()
+    runner = DeviceRunner(tiny_params(), MODEL, config, metrics=metrics)
+    assert runner.host_pages is not None
+    runner.host_pages.costs = SwapCosts(run_pages=16, run_s=1e-9, token_s=1.0)
+    off = config.model_copy(update={"host_tier": CONFIG.host_tier})
+    (mechanism,) = (row for row in MECHANISMS if row.name == "host_tier")
+    for chosen, is_on in ((off, False), (config, True)):
+        run_workload(chosen, runner, metrics, num_rounds=2)
+        for counter in mechanism.counters:
+            assert (metrics.total(counter) > 0) is is_on
 
 
 def test_overlap_and_buckets_count_nothing_on_the_device_while_off() -> None:

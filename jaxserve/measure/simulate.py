@@ -202,7 +202,13 @@ class Simulator:
 
 
 def build_pool(config: Config, num_pages: int) -> PagePool:
-    """Returns a pool as an engine would have it."""
+    """Returns a pool as an engine would have it.
+
+    Raises:
+      ConfigError: it would have a host tier, whose copies have no model here.
+    """
+    if config.host_tier.enabled:
+        raise ConfigError("the host tier is not simulated; set host_tier.enabled = false")
     page_size = config.kv.page_size
     cache = PrefixCache(page_size) if config.prefix_cache.enabled else None
     return PagePool(num_pages, page_size, cache=cache)

@@ -334,6 +334,12 @@ def test_a_prompt_that_was_computed_before_is_not_computed_again(
     assert _ttft_s(records[1]) == pytest.approx(1.0 if enabled else 2 * 3.0)  # or two chunks
 
 
+def test_a_host_tier_is_refused_by_name() -> None:
+    section = CONFIG.host_tier.model_copy(update={"enabled": True})
+    with pytest.raises(ConfigError, match="the host tier is not simulated"):
+        simulate([same(0)], config=CONFIG.model_copy(update={"host_tier": section}))
+
+
 def test_tenants_share_nothing() -> None:
     asks = [same(index, prompt_class=name) for index, name in enumerate("abb")]
     records, _ = simulate(asks, tenant_of=lambda asked: asked.prompt_class)

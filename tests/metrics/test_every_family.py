@@ -21,17 +21,24 @@ from jaxserve.client import AsyncClient, BadRequestError, OverloadedError, Unaut
 from jaxserve.config import ServerSection, TenantLimits, TenantsSection, load_config
 from jaxserve.engine.start import load_engine
 from jaxserve.errors import ConfigError
+from jaxserve.host_pages import SwapCosts
 from jaxserve.metrics import Metrics
 from jaxserve.metrics.registry import ERROR_BUCKETS, LATENCY_BUCKETS_S, PREFIX, TOKEN_BUCKETS
 from jaxserve.request import GenerationRequest, SamplingParams
 from jaxserve.runner import programs
+from jaxserve.runner.runner import Runner
+from jaxserve.runner.spec import bytes_of_page
 from tests.checkpoint.writers import T1, make_weights, write_hf
+from tests.differential.small import Play
+from tests.differential.small import ask as ask_small
+from tests.differential.stage import MODEL, tiny_params
+from tests.differential.test_host_tier import PROMPTS, TIER
 from tests.engines import ask, build_engine, gather, gather_choices, serve
 from tests.metrics.script import LEVELS, Run, run_script
 from tests.server.credentials import Files, sections, write_keys
 from tests.server.harness import connect, run_server
 
-Source = Literal["script", "reserving", "sharing", "device", "server", "tenants"]
+Source = Literal["script", "reserving", "sharing", "tier", "device", "server", "tenants"]
 Samples = Mapping[str, float]  # label values, joined by commas, to a value; 0 where not named
 
 DEVICE_CONFIG: Final = load_config(
@@ -52,6 +59,7 @@ PROGRAMS: Final = (
     "forward,4x1+0", "forward,4x1+8", "forward,4x1+16", "output,4 greedy", "output,4 plain",
     "output,4 full", "score,", "page_copy,", "init,", "row_load,", "counts,",
 )  # fmt: skip
+TIER_PAGE_BYTES: Final = bytes_of_page(MODEL, page_size=4, kv_dtype="float32")
 EXPIRY: Final = datetime.datetime(2040, 1, 2, 3, tzinfo=datetime.UTC)
 SHORT_AT: Final = (5.5, 7, 11.5, 13, 14.5, 16, 19, 19.5)  # when its tokens were on the host
 GONE_AT: Final = (13, 14.5, 16, 17.5, 22)
@@ -140,18 +148,18 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "prefix_cache_waits": ("sharing", {}),  # one after the other
     "prefix_cache_evictions": ("sharing", {"anonymous": 1, "other": 2}),
     "prefix_cache_refusals": ("sharing", {"other,owner": 1}),
-    "host_tier_pages_out": ("script", {}),
-    "host_tier_bytes_out": ("script", {}),
-    "host_tier_pages_in": ("script", {}),
-    "host_tier_bytes_in": ("script", {}),
-    "host_tier_hit_tokens": ("script", {}),
-    "host_tier_declined_tokens": ("script", {}),
-    "host_tier_dropped_pages": ("script", {}),
+    "host_tier_pages_out": ("tier", {"": 14}),
+    "host_tier_bytes_out": ("tier", {"": 14 * TIER_PAGE_BYTES}),
+    "host_tier_pages_in": ("tier", {"": 3}),
+    "host_tier_bytes_in": ("tier", {"": 3 * TIER_PAGE_BYTES}),
+    "host_tier_hit_tokens": ("tier", {"anonymous": 12}),
+    "host_tier_declined_tokens": ("tier", {"anonymous": 12}),
+    "host_tier_dropped_pages": ("tier", {"damaged": 1}),
     "overlapped_steps": ("script", {"": 15 - 3}),
     "overlap_waits": ("script", {"pages": 2}),  # before launches 7 and 14
     "bucketed_steps": ("device", {"": 2}),
-    "host_tier_used_bytes": ("script", {}),
-    "host_tier_break_even_tokens": ("script", {}),
+    "host_tier_used_bytes": ("tier", {"": 11 * TIER_PAGE_BYTES}),
+    "host_tier_break_even_tokens": ("script", {}),  # measured: tests/runner/test_swaps.py
     "requests_running": ("script", {"": 3}),
     "requests_waiting": ("script", {"": 1}),
     "waiting_tokens": ("script", {"": 2}),
@@ -228,6 +236,39 @@ def sharing() -> Metrics:
         ):
             gather(engine.submit(asked))
     return engine.metrics
+
+
+@pytest.fixture(scope="module")
+def tier() -> Metrics:
+    """Of twelve pages of four: a prompt of 30 tokens leaves its seven full ones, and another, for
+    whose eight three of these must go, has all seven copied, as they ride along. The first finds
+    four in the pool and three in host memory, and pushes the other's out likewise; that one finds
+    as much, but computes what is in host memory, which is sooner now. The first again: a page that
+    returns is damaged, and is lost with the two behind it.
+    """
+    runner = Runner(tiny_params(), MODEL, TIER, metrics=Metrics())
+    store = runner.host_pages
+    assert store is not None
+    store.costs = SwapCosts(run_pages=16, run_s=1e-9, token_s=1.0)
+    play = Play(runner, config=TIER)
+    cache = play.engine._pool.cache
+    assert cache is not None
+    assert cache.host is not None
+
+    def run(prompt: tuple[int, ...]) -> None:
+        play.submit(ask_small(prompt, max_tokens=1))
+        play.run()
+
+    for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[0]):
+        run(prompt)
+    before, store.costs = store.costs, dataclasses.replace(store.costs, run_s=12.0)
+    run(PROMPTS[1])
+    store.costs = before
+    (fifth,) = (node for node in cache.host if node.depth == 5 and not node.is_live)
+    assert fifth.host_page is not None
+    store._bytes[fifth.host_page, 0, 0] ^= 1
+    run(PROMPTS[0])
+    return runner._metrics
 
 
 @pytest.fixture(scope="module")
