@@ -188,6 +188,14 @@ class SchedulerSection(Section):
         "came first, and classes are refused; edf: in a class, whose deadline is first, and what "
         "cannot meet its own is refused at once; fair: the tenant that has had least, by weight.",
     )
+    fair_credit_tokens: int | None = pydantic.Field(
+        None,
+        ge=0,
+        le=1 << 40,
+        description="With policy fair, tokens that a tenant may have ahead of others after it used "
+        "less than its share, and that others are given until it no longer counts as present. 0: "
+        "nothing is saved up, and nothing is kept ready for who is present. Unset: 64 steps.",
+    )
     ageing_s: float | None = pydantic.Field(
         60.0,
         gt=0,

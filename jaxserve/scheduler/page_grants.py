@@ -2,9 +2,10 @@
 
 from jaxserve.metrics import Metrics
 from jaxserve.request import Sequence
+from jaxserve.scheduler.fair_shares import FairShares
 from jaxserve.scheduler.page_needs import PageNeeds
 from jaxserve.scheduler.page_pool import PagePool
-from jaxserve.scheduler.policies import FairShares
+from jaxserve.scheduler.restraint import Restraint
 from jaxserve.scheduler.running_set import RunningSet, find_unforked, is_ending, num_kept_rows
 from jaxserve.scheduler.step_builder import StepBuilder
 
@@ -19,12 +20,14 @@ class PageGrants:
         running: RunningSet,
         needs: PageNeeds,
         shares: FairShares | None,
+        restraint: Restraint,
         metrics: Metrics,
     ) -> None:
         self._pool = pool
         self._running = running
         self._needs = needs
         self._shares = shares
+        self._restraint = restraint
         self._metrics = metrics
 
     def allocate(self, num_pages: int) -> list[int]:
@@ -40,6 +43,7 @@ class PageGrants:
         new_pages: tuple[int, ...] = (),
     ) -> None:
         """Plans a sequence's next tokens, with the pages they need."""
+        self._restraint.count(sequence, num_tokens, step)
         if self._shares is not None:  # what was lost to a preemption is not charged again
             end = sequence.num_computed + num_tokens
             num_new = end - min(end, max(sequence.num_computed, sequence.num_lost))

@@ -9,12 +9,14 @@ from jaxserve.metrics import Metrics
 from jaxserve.plan import StepLimits, StepPlan
 from jaxserve.request import Sequence, SequenceState
 from jaxserve.scheduler.chunk_size import ChunkSize
+from jaxserve.scheduler.fair_shares import build_shares
 from jaxserve.scheduler.page_grants import PageGrants
 from jaxserve.scheduler.page_needs import PageNeeds
 from jaxserve.scheduler.page_pool import PagePool
-from jaxserve.scheduler.policies import FairShares, build_order
+from jaxserve.scheduler.policies import build_order
 from jaxserve.scheduler.preemption import Preemption
 from jaxserve.scheduler.prefix_reuse import PrefixReuse
+from jaxserve.scheduler.restraint import Restraint
 from jaxserve.scheduler.running_set import RunningSet, is_ending
 from jaxserve.scheduler.starts import Starts
 from jaxserve.scheduler.step_builder import StepBuilder
@@ -49,7 +51,9 @@ class Planner:
     ) -> None:
         """Raises ConfigError where the step is too small for a prompt."""
         order = build_order(config)
-        shares = self._shares = FairShares(weight_of) if config.policy == "fair" else None
+        max_step_tokens = config.max_step_tokens or limits.max_rows + limits.max_chunk_tokens
+        self._max_step_tokens = max_step_tokens
+        shares = self._shares = build_shares(config, weight_of, max_step_tokens)
         waiting = self.waiting = WaitingQueue(order, shares=shares)
         running = self.running = RunningSet(
             pool, num_rows=min(config.max_seqs, limits.max_seqs), order=order
@@ -67,11 +71,17 @@ class Planner:
             max_preemptions=config.max_preemptions,
             metrics=metrics,
         )
-        self._grants = PageGrants(
-            pool=pool, running=running, needs=needs, shares=shares, metrics=metrics
-        )
         self._is_static = config.batching == "static"
         self._may_split = config.chunked_prefill
+        self._restraint = Restraint(running, shares, limits, may_split=self._may_split)
+        self._grants = PageGrants(
+            pool=pool,
+            running=running,
+            needs=needs,
+            shares=shares,
+            restraint=self._restraint,
+            metrics=metrics,
+        )
         self._starts = Starts(
             pool=pool,
             waiting=waiting,
@@ -79,6 +89,7 @@ class Planner:
             needs=needs,
             reuse=reuse,
             grants=self._grants,
+            restraint=self._restraint,
             is_static=self._is_static,
             may_split=self._may_split,
             metrics=metrics,
@@ -87,7 +98,6 @@ class Planner:
         self._limits = limits
         self._metrics = metrics
         self._max_chunks = min(config.max_chunks, limits.max_chunks)
-        self._max_step_tokens = config.max_step_tokens or limits.max_rows + limits.max_chunk_tokens
         self._check_step(max_model_tokens)
         self.chunk_size = (
             ChunkSize(config.target_itl_s, step_times, limits) if config.target_itl_s else None
@@ -108,9 +118,16 @@ class Planner:
             max_chunks=self._max_chunks,
             max_chunk_tokens=self._find_chunk_size(),
         )
+        running = list(self.running)
+        if self._max_step_tokens < self._limits.max_rows + self._limits.max_chunk_tokens:
+            step.num_decoding = sum(s.num_owed == 1 and not is_ending(s) for s in running)
+        if self._shares is not None:
+            self._shares.find_ahead()
         if not self._is_static:
-            self.preemption.make_room()
-        self._pay_running(step, now_s)
+            self._start_urgent(step, now_s)
+        if step.made_room_for is not None:  # one of them may have been preempted, and started
+            running = [s for s in running if s.last_step != step.step_id]
+        self._pay_running(running, step, now_s)
         # After a preemption pages are short, and admitting would thrash; but if there is nothing
         # else to do, admitting is what goes on.
         if not self.preemption.has_preempted or not (step.num_chunks or self.num_in_flight):
@@ -148,15 +165,26 @@ class Planner:
                 "and scheduler.max_step_tokens to it, or turn chunked_prefill on"
             )
 
-    def _pay_running(self, step: StepBuilder, now_s: float) -> None:
+    def _start_urgent(self, step: StepBuilder, now_s: float) -> None:
+        """Has others give room up for who waits and comes before them, and starts it at once where
+        its pages do not wait for a step in flight."""
+        num_promised = 0
+        while first := self.preemption.make_room(step.step_id):
+            step.made_room_for = first
+            step.num_promised = sum(map(self._needs.num_promised, self.running))
+            if not self._starts.start_first(step, now_s):
+                break
+            num_promised += self._needs.num_promised(first)
+            self._metrics.joined_running.inc()
+        step.num_promised = num_promised
+
+    def _pay_running(self, running: list[Sequence], step: StepBuilder, now_s: float) -> None:
         """Plans running sequences in order; when pages run out, the cheapest to lose gives its up.
 
         With shares, prompts come behind all others, and take turns by tenant with what waits.
         """
-        if self._max_step_tokens < self._limits.max_rows + self._limits.max_chunk_tokens:
-            step.num_decoding = sum(s.num_owed == 1 and not is_ending(s) for s in self.running)
         prompts: list[Sequence] = []
-        for sequence in list(self.running):
+        for sequence in running:
             if self._pay_token(sequence, step):
                 continue
             if sequence.state is not SequenceState.RUNNING or is_ending(sequence):
@@ -169,6 +197,8 @@ class Planner:
                 step.num_decoding -= 1
             self._pay(sequence, step)
         step.num_decoding = 0  # those that were preempted before their turn
+        if self._shares is not None:
+            self._shares.charge_counted()
         if prompts:
             self._pay_prompts(prompts, step, now_s)
 
@@ -188,7 +218,7 @@ class Planner:
         if step.num_decoding:
             step.num_decoding -= 1
         if self._shares is not None:
-            self._shares.charge(request.tenant, 1)
+            self._shares.count_token(request.tenant)
         step.add_token(sequence, start)
         step.num_promised += room < 2
         return True
@@ -196,6 +226,7 @@ class Planner:
     def _pay(self, sequence: Sequence, step: StepBuilder) -> None:
         """Plans what the step has room for of a running sequence's tokens."""
         num_tokens = step.room_for(sequence.num_owed, self._may_split)
+        num_tokens = self._restraint.limit_tokens(sequence, num_tokens, step)
         if num_tokens and (pages := self._take_pages(sequence, num_tokens, step)) is not None:
             self._grants.plan(sequence, num_tokens, step, new_pages=pages)
         if sequence.state is SequenceState.RUNNING:  # it may have preempted itself

@@ -1,7 +1,6 @@
-"""Who comes first: the order of a policy, and what tenants have had of the machine."""
+"""Who comes first, and who gives pages up first: the order of a policy."""
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Final
+from collections.abc import Callable, Collection
 
 from jaxserve.config import SchedulerSection
 from jaxserve.errors import InvalidRequestError
@@ -83,48 +82,3 @@ def find_victim(
     lowest = min(s.request.priority for s in spared)
     others = [s for s in spared if s.request.priority == lowest]
     return max(others, key=lambda s: (-s.num_computed, order(s)))
-
-
-TRIM_AT: Final = 64
-
-
-class FairShares:
-    """What each tenant has been given, by its weight: virtual token counters.
-
-    Whoever waits and has had least comes next. Who was away does not save up: it begins where the
-    least of those that wait is. Then, between two tenants that always have something waiting, what
-    they were given by weight differs by no more than one request of each, whatever they send
-    (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, theorem 4.4).
-    """
-
-    def __init__(self, weight_of: Callable[[str], float]) -> None:
-        self._weight_of = weight_of
-        self._levels: dict[str, float] = {}
-        self._floor = 0.0  # the highest that the least of those that wait has been
-
-    def level(self, tenant: str) -> float:
-        """Returns the tokens it was given, by its weight."""
-        return self._levels.get(tenant, self._floor)
-
-    def weight(self, tenant: str) -> float:
-        return self._weight_of(tenant)
-
-    def join(self, tenant: str, waiting: Iterable[str]) -> None:
-        """A tenant has something waiting again.
-
-        Args:
-          waiting: the others that have.
-        """
-        self._floor = max(self._floor, min(map(self.level, waiting), default=self._floor))
-        self._levels[tenant] = max(self.level(tenant), self._floor)
-        if len(self._levels) > TRIM_AT:
-            self._trim()
-
-    def charge(self, tenant: str, num_tokens: int) -> None:
-        """A tenant is given tokens of a step."""
-        self._levels[tenant] = self.level(tenant) + num_tokens / self._weight_of(tenant)
-
-    def _trim(self) -> None:
-        """Forgets who would begin at the floor anyway."""
-        floor = self._floor
-        self._levels = {name: level for name, level in self._levels.items() if level > floor}

@@ -8,6 +8,7 @@ from jaxserve.scheduler.page_needs import PageNeeds
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.prefix_match import Match
 from jaxserve.scheduler.prefix_reuse import PrefixReuse
+from jaxserve.scheduler.restraint import Restraint
 from jaxserve.scheduler.running_set import RunningSet, num_kept_rows
 from jaxserve.scheduler.step_builder import StepBuilder
 from jaxserve.scheduler.waiting_queue import WaitingQueue
@@ -25,6 +26,7 @@ class Starts:
         needs: PageNeeds,
         reuse: PrefixReuse,
         grants: PageGrants,
+        restraint: Restraint,
         is_static: bool,
         may_split: bool,
         metrics: Metrics,
@@ -35,6 +37,7 @@ class Starts:
         self._needs = needs
         self._reuse = reuse
         self._grants = grants
+        self._restraint = restraint
         self._is_static = is_static
         self._may_split = may_split
         self._metrics = metrics
@@ -59,19 +62,24 @@ class Starts:
         if admissible is None:
             return False
         sequence, match = admissible
-        num_tokens = step.room_for(sequence.num_owed - match.num_tokens, self._may_split)
+        num_tokens = self._room_for(sequence, match, step)
         if not num_tokens or not step.has_room_to_swap_in(len(match.host)):
             self._is_batch_open = True  # only this step is full: it grows on in the next
             return False
         if match.host:
             match = self._reuse.verify(match)
-            num_tokens = step.room_for(sequence.num_owed - match.num_tokens, self._may_split)
+            num_tokens = self._room_for(sequence, match, step)
             if not num_tokens:
                 self._is_batch_open = True
                 return False
         self.batch_rows += 1 + num_kept_rows(sequence)
         self._start(sequence, match, num_tokens, step=step)
         return True
+
+    def _room_for(self, sequence: Sequence, match: Match, step: StepBuilder) -> int:
+        """Returns how many tokens of a sequence that starts the step can take."""
+        num_tokens = step.room_for(sequence.num_owed - match.num_tokens, self._may_split)
+        return self._restraint.limit_tokens(sequence, num_tokens, step)
 
     def _find_admissible(self, step: StepBuilder, now_s: float) -> tuple[Sequence, Match] | None:
         """Returns the first in the queue if it can start now, and what the cache spares it; nobody
@@ -82,7 +90,8 @@ class Starts:
         if self._running.is_in_flight(sequence):  # preempted, and its last token is not here yet
             step.waits_for = "results"
             return None
-        if self._running.num_free_rows < 1 + num_kept_rows(sequence):
+        num_rows = 1 + num_kept_rows(sequence) + self._restraint.num_rows_left(sequence, step)
+        if self._running.num_free_rows < num_rows:
             step.waits_for = "rows"
             return None
         match = self._reuse.find_affordable(

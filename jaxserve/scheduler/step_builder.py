@@ -29,6 +29,8 @@ class StepBuilder:
       pages_are_short: an older sequence waits for pages, so no younger one may take any.
       waits_for: what a launched step would bring, where something could not be planned.
       num_promised: pages that the running prompts will still need.
+      num_restrained: prompt tokens of tenants that are ahead, in tiles.
+      made_room_for: who waits and others were preempted for.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class StepBuilder:
         self.pages_are_short = False
         self.waits_for: RetireReason | None = None
         self.num_promised = 0
+        self.num_restrained = 0
+        self.made_room_for: Sequence | None = None
         self.num_chunked_prompts = 0
         self.num_recomputed = 0
         self._tile = limits.chunk_tile

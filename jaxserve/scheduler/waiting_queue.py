@@ -3,7 +3,8 @@
 import heapq
 
 from jaxserve.request import Sequence
-from jaxserve.scheduler.policies import FairShares, Order, OrderOf
+from jaxserve.scheduler.fair_shares import FairShares
+from jaxserve.scheduler.policies import Order, OrderOf
 
 
 class WaitingQueue:

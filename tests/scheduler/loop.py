@@ -83,6 +83,7 @@ class Loop:
         weights: Mapping[str, float] = NO_WEIGHTS,
         target_itl_s: float | None = None,
         step_s: float = 0.0,
+        fair_credit_tokens: int = 0,
     ) -> None:
         """Args:
         cache: keeps the pages of all requests, under the identity that `add` is given.
@@ -122,6 +123,7 @@ class Loop:
                 policy=policy,
                 ageing_s=ageing_s,
                 target_itl_s=target_itl_s,
+                fair_credit_tokens=fair_credit_tokens,
             ),
             reserve=reserve,
             pool=self.pool,

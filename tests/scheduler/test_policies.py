@@ -8,8 +8,9 @@ import pytest
 from jaxserve.config import SchedulerSection
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request
-from jaxserve.scheduler.policies import FairShares, build_order, check_priority, find_victim
-from tests.scheduler.loop import Loop
+from jaxserve.scheduler.fair_shares import FairShares
+from jaxserve.scheduler.policies import build_order, check_priority, find_victim
+from tests.scheduler.loop import Loop, Point
 
 
 def started(loop: Loop) -> list[Request]:
@@ -136,6 +137,35 @@ def test_who_was_away_has_saved_nothing_up() -> None:
     assert shares.level("c") == 1000
 
 
+def test_who_stays_within_its_share_saves_up_to_the_credit() -> None:
+    shares = FairShares({"a": 1.0, "b": 1.0, "c": 2.0}.__getitem__, credit_tokens=100)
+    shares.join("a", [])
+    shares.charge("a", 1000)
+    shares.join("b", ["a"])
+    assert shares.level("b") == 900
+    shares.charge("b", 30)
+    shares.charge("a", 50)
+    shares.join("b", ["a"])
+    assert shares.level("b") == 950  # of 120 that it might have had more, 100
+    shares.join("c", ["a", "b"])
+    assert shares.level("c") == 1050 - 50  # half as much by weight
+
+
+def test_who_was_given_a_good_deal_more_than_one_that_is_present_is_ahead() -> None:
+    shares = FairShares(lambda tenant: 1.0, credit_tokens=160)
+    for tenant, num_tokens in (("a", 5), ("b", 16), ("a", 1)):
+        shares.charge(tenant, num_tokens)
+    shares.find_ahead()
+    assert not shares.is_ahead("b")  # by 10, which is a sixteenth of the credit
+    shares.charge("b", 1)
+    shares.find_ahead()
+    assert shares.is_ahead("b")
+    assert not shares.is_ahead("a")
+    shares.charge("b", 160)
+    shares.find_ahead()
+    assert not shares.is_ahead("b")  # nobody else is present
+
+
 def test_what_is_remembered_of_tenants_is_bounded() -> None:
     shares = FairShares(lambda tenant: 1.0)
     for number in range(5000):
@@ -187,6 +217,67 @@ def test_a_tenant_that_fills_all_rows_gives_one_up_for_one_that_has_none() -> No
     assert sum(map(loop.is_running, (other, *more))) == 2  # half, and no more
     loop.drain(900)
     assert max(r.sequences[0].num_preemptions for r in flood) <= 3
+
+
+def test_who_comes_within_its_share_starts_in_the_next_step_beyond_its_rows_too() -> None:
+    """With credit what counts is what both were given; without it rows are halved."""
+    loop = Loop(
+        rows=4, policy="fair", num_pages=80, max_len=40, step_tokens=None, fair_credit_tokens=500
+    )
+    loop.add(3, 1, tenant="other")
+    loop.step()
+    for _ in range(30):
+        loop.add(3, 30, tenant="flood")
+    for _ in range(60):
+        loop.step()
+    others = [loop.add(1, 8, tenant="other") for _ in range(3)]
+    for _ in range(2):
+        loop.step()
+    assert all(map(loop.is_running, others))
+    loop.drain(1000)
+
+
+@pytest.mark.parametrize(("credit", "num_free"), [(64, 1), (0, 0)])
+def test_a_row_stays_free_for_a_tenant_that_is_present(credit: int, num_free: int) -> None:
+    loop = Loop(
+        rows=5, policy="fair", num_pages=80, max_len=40, max_chunks=4, fair_credit_tokens=credit
+    )
+    loop.add(3, 1, tenant="other")
+    loop.step()
+    for _ in range(40):
+        loop.add(3, 3, tenant="flood")
+    assert find_least_free(loop, num_steps=10) == num_free
+    assert find_least_free(loop, num_steps=30) == 0  # it is not present any more
+    loop.drain(1000)
+
+
+def find_least_free(loop: Loop, *, num_steps: int) -> int:
+    """Returns the fewest rows that plans left free."""
+    free: list[int] = []
+
+    def look(point: Point) -> None:
+        if point == "scheduled":
+            free.append(loop.scheduler._running.num_free_rows)
+
+    for _ in range(num_steps):
+        loop.step(look)
+    return min(free)
+
+
+def test_prompts_of_who_is_ahead_are_half_of_a_step() -> None:
+    loop = Loop(
+        rows=5, policy="fair", num_pages=80, max_len=40, chunk_tokens=8, fair_credit_tokens=80
+    )
+    loop.add(3, 1, tenant="other")
+    loop.step()
+    for _ in range(4):
+        loop.add(30, 1, tenant="flood")
+    for _ in range(40):
+        loop.step()
+    longest = [max((c.num_tokens for c in plan.chunks), default=0) for plan in loop.plans]
+    assert max(longest) == 8
+    assert 4 in longest[3:12]
+    loop.drain(1000)
 
 
 def test_a_tenant_alone_has_everything() -> None:
