@@ -39,7 +39,7 @@ from bench.replays import (
 from jaxserve.config import Config
 from jaxserve.measure.load import Load
 from jaxserve.measure.report.figures import Axis, LineFigure, Rule, Section, Series, Table
-from jaxserve.measure.report.page import build_page
+from jaxserve.measure.report.page import build_plain_page
 from jaxserve.measure.report.scales import nice_top, say, say_share
 from jaxserve.measure.result import JsonObject
 from jaxserve.measure.step_times import read_step_times
@@ -85,7 +85,8 @@ def main() -> int:
                 print(describe(arrivals, policy, load, cell), flush=True)
     holds = tell(cells)
     if options.plot:
-        options.plot.write_text(build_page(next(iter(cells.values())), [build_section(cells)]))
+        page = build_plain_page("Goodput under overload", [str(capacity)], [build_section(cells)])
+        options.plot.write_text(page)
         print(f"page {options.plot}")
     return 0 if holds else 1
 
