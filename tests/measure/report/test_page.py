@@ -243,6 +243,7 @@ def test_a_page_that_cannot_be_written_is_one_error(run: Path, tmp_path: Path) -
 
 def test_figures_of_no_one_result_have_a_page_too() -> None:
     sections = build_sections(build_sweep())
-    root = parse(build_plain_page(f"Many {EVIL}", [f"by {EVIL}"], sections))
+    page = build_plain_page(f"Many {EVIL}", [f"by {EVIL}"], sections)
+    root = parse(page)
     assert set(figures(root)) == SWEEP_FIGURES
-    assert not loads(root)
+    assert not loads(root, page)
