@@ -82,6 +82,21 @@ class StatefulRound(CachedRound):
         self.loop.now_s += self.rng.choice((0.1, 0.1, 0.1, 3.0))
         self.log.append(f"now {self.loop.now_s:.2f}, late {[r.id for r in self.loop.expire()]}")
 
+    def ask_again(self) -> None:
+        """Who is cancelled asks the same again in the same moment."""
+        if self.loop.live:
+            request = self.rng.choice(self.loop.live)
+            self.log.append(f"abort {request.id} and ask again: r{len(self.loop.outputs)}")
+            self.loop.abort(request)
+            self.loop.add(
+                request.prompt,
+                request.max_tokens,
+                sampling=request.sampling,
+                seed=request.seed,
+                tenant=request.tenant,
+                identity=request.cache_identity or IDENTITY,
+            )
+
     def fail_step(self) -> None:
         """The next step's logits are no numbers, for all that are in it or for some."""
         self.failing = self.rng.choice((1, 2, 5))
@@ -151,12 +166,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count()
 
     @precondition(is_busy)
-    @rule(how=st.sampled_from(("cancel", "finish one choice")))
+    @rule(how=st.sampled_from(("cancel", "cancel and ask again", "finish one choice")))
     def end(self, how: str) -> None:
-        if how == "cancel":
-            self.round.abort()
-        else:
-            self.round.end()
+        match how:
+            case "cancel":
+                self.round.abort()
+            case "finish one choice":
+                self.round.end()
+            case _:
+                self.round.ask_again()
         self.count()
 
     @precondition(is_busy)
