@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,6 @@ from jaxserve.model.sampling import Variant
 from jaxserve.plan import (
     NO_LAPS,
     Bucket,
-    Chunk,
     Laps,
     PageCopy,
     RowLoad,
@@ -56,6 +54,7 @@ from jaxserve.runner.programs import (
     head_params,
     program_keys,
 )
+from jaxserve.runner.prompt_time import time_prompt
 from jaxserve.runner.results import build_layout
 from jaxserve.runner.sizing import size_runner
 from jaxserve.runner.spec import DtypeName, RunnerSpec
@@ -275,28 +274,14 @@ class Runner:
             page_in=self._run["page_in", None],
             metrics=self._metrics,
         )
-        token_s = self._time_prompt()
+        token_s = time_prompt(
+            self._run_forward,
+            scheme=self._scheme,
+            spec=self._spec,
+            max_model_tokens=self.max_model_tokens,
+        )
         self._kv = swaps.measure(self._kv, token_s=token_s)
         return swaps
-
-    def _time_prompt(self) -> float:
-        """Returns the seconds of a token in the largest chunk. What it writes is nobody's."""
-        num_tokens = min(
-            self.limits.max_chunk_tokens,
-            self.max_model_tokens,
-            (self.num_pages - 1) * self._spec.page_size,
-        )
-        pages = tuple(range(1, 1 + -(-num_tokens // self._spec.page_size)))
-        chunk = Chunk(0, 0, 0, num_tokens, (0,) * num_tokens, False, 0, num_tokens, pages)
-        plan = StepPlan(step_id=0, chunks=(chunk,))
-        bucket = find_plan_bucket(plan, self._scheme)
-        seconds: list[float] = []
-        for _ in range(3):  # the first warms up
-            started_s = time.monotonic()
-            packed_I = jax.device_put(build_packed(plan, bucket, self._spec))
-            self._run_forward(bucket, packed_I).block_until_ready()
-            seconds.append(time.monotonic() - started_s)
-        return min(seconds[1:]) / num_tokens
 
     def _run_forward(self, bucket: Bucket, packed_I: jax.Array) -> jax.Array:
         """Returns a mark that is ready when the forward is done."""

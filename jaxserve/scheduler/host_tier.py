@@ -108,6 +108,7 @@ class HostTier:
         assert host_page is not None
         node.host_page = None
         del self._nodes[host_page]
+        self._show_level()
         if host_page in self._unstored:
             self._abandoned.add(host_page)
             return
@@ -151,7 +152,7 @@ class HostTier:
                 self._free.append(host_page)
             else:
                 self._stamp(host_page)
-        self._metrics.host_tier_used_bytes.set(len(self._nodes) * self._pages.page_bytes)
+            self._show_level()
 
     def check(self, roots: Iterable[CachedPage], *, digest: Digest) -> None:
         """Asserts that each host page is in one place, and all in host memory alone is in the tree,
@@ -185,6 +186,10 @@ class HostTier:
                 alone.add(node.host_page)
                 rest.append(node)
         assert alone == {page for page, node in self._nodes.items() if not node.is_live}
+
+    def _show_level(self) -> None:
+        num_bytes = len(self._nodes) * self._pages.page_bytes
+        self._metrics.host_tier_used_bytes.set(num_bytes)
 
     def _queue(self, node: CachedPage) -> None:
         host_page = self._free.pop()

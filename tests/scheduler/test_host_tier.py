@@ -168,6 +168,7 @@ def test_a_flush_empties_it_and_its_pages_are_free_when_their_step_has_retired(w
     books.retire()
     assert len(books.tier._free) == 3
     assert books.cache.identities == []
+    assert books.metrics.value("host_tier_used_bytes") == 0
 
 
 def test_what_is_dropped_while_its_step_is_planned_is_not_copied() -> None:
