@@ -15,16 +15,19 @@ from collections.abc import Iterator
 
 from jaxserve.config import SchedulerSection
 from jaxserve.engine.collector import relax_collector
+from jaxserve.identity import CacheIdentity
 from jaxserve.metrics import Metrics
 from jaxserve.plan import Bucket, StepLimits, StepPlan, StepResult
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduler.page_pool import PagePool
+from jaxserve.scheduler.prefix_cache import PrefixCache
 from jaxserve.scheduler.scheduler import Scheduler
 
 PROMPT_TOKENS = 16
 OUTPUT_TOKENS = 100
 PAGE_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0)
+IDENTITY = CacheIdentity(weights="", tokenizer="", positions="", kv_dtype="", page_size=PAGE_SIZE)
 BUCKET = Bucket(decode_seqs=1, verify_tokens=1, chunk_tokens=0)
 
 
@@ -35,10 +38,13 @@ class Loop:
       seconds: of schedule, and of commit, in this process.
     """
 
-    def __init__(self, num_running: int, num_waiting: int, *, policy: str) -> None:
+    def __init__(
+        self, num_running: int, num_waiting: int, *, policy: str, prefix_order: bool
+    ) -> None:
         pages = -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // PAGE_SIZE)
-        pool = PagePool(1 + num_running * (pages + 1), PAGE_SIZE)
-        config = SchedulerSection(policy=policy)
+        cache = PrefixCache(PAGE_SIZE) if prefix_order else None
+        pool = PagePool(1 + num_running * (pages + 1), PAGE_SIZE, cache=cache)
+        config = SchedulerSection(policy=policy, prefix_order=prefix_order)
         self.scheduler = Scheduler(
             config=config.model_copy(update={"max_seqs": num_running, "max_chunks": num_running}),
             reserve="on_demand",
@@ -56,7 +62,7 @@ class Loop:
         )
         self.seconds = {"schedule": 0.0, "commit": 0.0}
         self._in_flight: collections.deque[StepPlan] = collections.deque()
-        self._requests = _make_requests()
+        self._requests = _make_requests(IDENTITY if prefix_order else None)
         for _ in range(num_running + num_waiting):
             self.scheduler.add(next(self._requests))
 
@@ -84,7 +90,7 @@ class Loop:
             self.scheduler.add(next(self._requests))
 
 
-def _make_requests() -> Iterator[Request]:
+def _make_requests(identity: CacheIdentity | None) -> Iterator[Request]:
     """Outputs of 50 to 100 tokens, so that few end in one step."""
     for number in itertools.count():
         yield Request(
@@ -98,12 +104,15 @@ def _make_requests() -> Iterator[Request]:
             arrival_s=0.0,
             queue_deadline_s=600.0,
             tenant=f"t{number % 8}",
+            cache_identity=identity,
         )
 
 
-def measure(num_running: int, num_waiting: int, *, policy: str, num_tokens: int) -> str:
+def measure(
+    num_running: int, num_waiting: int, *, policy: str, prefix_order: bool, num_tokens: int
+) -> str:
     """Returns a line of the table."""
-    loop = Loop(num_running, num_waiting, policy=policy)
+    loop = Loop(num_running, num_waiting, policy=policy, prefix_order=prefix_order)
     while loop.scheduler.num_running < num_running:
         loop.step()
     for _ in range(3):
@@ -125,6 +134,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, action="append", metavar="N")
     parser.add_argument("--waiting", type=int, action="append", metavar="N")
     parser.add_argument("--policy", action="append", metavar="P", help="(default: priority)")
+    parser.add_argument("--prefix-order", action="store_true", help="with the prefix cache")
     parser.add_argument("--num-tokens", type=int, default=300_000, metavar="N")
     options = parser.parse_args()
     relax_collector()
@@ -137,7 +147,13 @@ def main() -> None:
     )
     for policy, num_running, num_waiting in combinations:
         print(
-            measure(num_running, num_waiting, policy=policy, num_tokens=options.num_tokens),
+            measure(
+                num_running,
+                num_waiting,
+                policy=policy,
+                prefix_order=options.prefix_order,
+                num_tokens=options.num_tokens,
+            ),
             flush=True,
         )
 

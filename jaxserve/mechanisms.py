@@ -108,6 +108,15 @@ MECHANISMS = (
         counters=("prefix_cache_queries_total", "prefix_cache_reused_tokens_total"),
     ),
     Mechanism(
+        name="prefix_order",
+        purpose="Who waits and has more of its prompt in the prefix cache starts first.",
+        key="scheduler.prefix_order",
+        on=True,
+        off=False,
+        counters=("reordered_starts_total",),
+        needs="prefix_cache",
+    ),
+    Mechanism(
         name="host_tier",
         purpose="Pages that the prefix cache drops go to host memory, and come back by copy.",
         key="host_tier.enabled",
@@ -191,6 +200,23 @@ PAIRS: Mapping[frozenset[str], Pair] = dict(
         ),
         _works(
             "prefix_cache", "buckets", "The rest of a prompt runs in the bucket of its own length."
+        ),
+        _works(
+            "prefix_order",
+            "continuous_batching",
+            "Who joins is chosen among the first that wait; with static batching, each member.",
+        ),
+        _works(
+            "prefix_order",
+            "on_demand_pages",
+            "Who is chosen waits for its pages like the first; who gave pages up is not overtaken.",
+        ),
+        _works("prefix_order", "chunked_prefill", "Only the order of first chunks is another."),
+        _works("prefix_order", "overlap", "What steps in flight will leave does not count yet."),
+        _works("prefix_order", "buckets", "The order is in no program's shape."),
+        _works("prefix_order", "prefix_cache", "It asks the cache what a start would be spared."),
+        _works(
+            "prefix_order", "host_tier", "What would come back from host memory counts as cached."
         ),
         _works(
             "host_tier",

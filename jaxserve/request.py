@@ -197,6 +197,7 @@ class Sequence:
       row: the state row owned while RUNNING.
       last_step: step_id of the last plan it was in; 0 before the first.
       num_lost: leading tokens that were computed before a preemption took their pages.
+      num_overtaken: how often another started before it for what the prefix cache has of that.
     """
 
     id: int
@@ -211,6 +212,7 @@ class Sequence:
     num_preemptions: int = 0
     last_step: int = 0
     num_lost: int = 0
+    num_overtaken: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -82,7 +82,9 @@ def test_every_pair_of_the_table_is_known_and_nothing_else_is() -> None:
 
 
 def test_the_defaults_and_the_shipped_files_pass_the_check() -> None:
-    assert check_mechanisms(Config()) == tuple(row for row in MECHANISMS if row.name != "host_tier")
+    assert check_mechanisms(Config()) == tuple(
+        row for row in MECHANISMS if row.name not in ("host_tier", "prefix_order")
+    )
     for path in CONFIGS.glob("*.toml"):
         check_mechanisms(load_config(path))
 
@@ -93,7 +95,8 @@ def test_the_baseline_turns_off_every_optional_row() -> None:
 
 
 def test_all_of_them_work_together() -> None:
-    assert check_mechanisms(load_config(flags={"host_tier.enabled": True})) == MECHANISMS
+    flags = {"host_tier.enabled": True, "scheduler.prefix_order": True}
+    assert check_mechanisms(load_config(flags=flags)) == MECHANISMS
 
 
 def test_one_without_what_it_needs_is_refused_with_the_two_ways_out() -> None:
@@ -184,7 +187,7 @@ def run_on_device(*, overlap: bool, capture: bool) -> Metrics:
 
 @pytest.mark.parametrize(
     "mechanism",
-    [row for row in MECHANISMS if row.name not in ("buckets", "host_tier")],
+    [row for row in MECHANISMS if row.name not in ("buckets", "host_tier", "prefix_order")],
     ids=lambda row: row.name,
 )
 def test_a_mechanism_counts_while_on_and_not_while_off(mechanism: Mechanism) -> None:
@@ -196,6 +199,34 @@ def test_a_mechanism_counts_while_on_and_not_while_off(mechanism: Mechanism) -> 
     for counter in mechanism.counters:
         assert metrics[mechanism.on].total(counter) > 0
         assert metrics[mechanism.off].total(counter) == 0
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_who_has_more_in_the_cache_starts_first_while_that_is_on(is_on: bool) -> None:
+    flags = {"scheduler.prefix_order": is_on, "kv.page_size": 4, "scheduler.max_seqs": 1}
+    limits = StepLimits(max_rows=1, max_chunk_tokens=8, chunk_tile=2, max_chunks=1, max_seqs=1)
+    runner = FakeRunner(limits=limits, num_pages=32, page_size=4)
+    runner.gate.clear()
+    metrics = Metrics()
+    engine = Engine(
+        runner=runner,
+        tokenizer=build_byte_tokenizer(),
+        config=load_config(flags=flags),
+        model=ServedModel(
+            name="tiny", max_model_tokens=MAX_MODEL_TOKENS, vocab_size=128, eos_ids=frozenset()
+        ),
+        metrics=metrics,
+    )
+    engine.start()
+    sampling = SamplingParams(temperature=0.0, max_tokens=4)
+    prompts = ("the same beginning", "another prompt", "the same beginning, and more")
+    streams = [engine.submit(GenerationRequest(prompt=p, sampling=sampling)) for p in prompts]
+    runner.gate.set()  # all are there before the first step ends
+    for stream in streams:
+        for _ in stream:
+            pass
+    engine.stop()
+    assert (metrics.total("reordered_starts_total") > 0) is is_on
 
 
 def test_the_baseline_counts_nothing_but_what_it_keeps() -> None:

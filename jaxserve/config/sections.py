@@ -202,11 +202,31 @@ class SchedulerSection(Section):
         description="With policy priority, seconds of waiting that count as one class. Unset: a "
         "lower class waits for ever while there is a higher.",
     )
+    prefix_order: bool = pydantic.Field(
+        False,
+        description="Among those of one class and tenant that wait, who has most of its prompt in "
+        "the prefix cache starts first. Needs prefix_cache.enabled; not with policy edf.",
+    )
+    prefix_max_overtakes: int = pydantic.Field(
+        8,
+        ge=1,
+        le=1_000_000,
+        description="With prefix_order, times that one which waits is overtaken at most.",
+    )
     max_preemptions: int = pydantic.Field(
         3,
         ge=1,
         description="Times a sequence gives its pages up; then others do, while there are any.",
     )
+
+    @pydantic.model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.prefix_order and self.policy == "edf":
+            raise ValueError(
+                'prefix_order does not go with policy = "edf", which tells who can meet its '
+                "deadline by the order of deadlines; set prefix_order = false or another policy"
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def _check_target(self) -> Self:

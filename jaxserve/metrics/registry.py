@@ -205,6 +205,9 @@ class Metrics:
             "limited_chunk_steps", "Steps whose prompt tokens the target between tokens limited."
         )
         self.mixed_steps = self._counter("mixed_steps", "Steps with chunks and one-token rows.")
+        self.reordered_starts = self._counter(
+            "reordered_starts", "Sequences that started before their turn for their cached prefix."
+        )
         self.joined_running = self._counter(
             "joined_running", "Sequences admitted while others were running."
         )

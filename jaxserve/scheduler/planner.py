@@ -15,6 +15,7 @@ from jaxserve.scheduler.page_needs import PageNeeds
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.policies import build_order
 from jaxserve.scheduler.preemption import Preemption
+from jaxserve.scheduler.prefix_order import PrefixOrder
 from jaxserve.scheduler.prefix_reuse import PrefixReuse
 from jaxserve.scheduler.restraint import Restraint
 from jaxserve.scheduler.running_set import RunningSet, is_ending
@@ -82,6 +83,11 @@ class Planner:
             restraint=self._restraint,
             metrics=metrics,
         )
+        prefix_order = (
+            PrefixOrder(waiting, reuse, max_overtakes=config.prefix_max_overtakes, metrics=metrics)
+            if config.prefix_order
+            else None
+        )
         self._starts = Starts(
             pool=pool,
             waiting=waiting,
@@ -90,6 +96,7 @@ class Planner:
             reuse=reuse,
             grants=self._grants,
             restraint=self._restraint,
+            prefix_order=prefix_order,
             is_static=self._is_static,
             may_split=self._may_split,
             metrics=metrics,

@@ -7,6 +7,7 @@ from jaxserve.scheduler.page_grants import PageGrants
 from jaxserve.scheduler.page_needs import PageNeeds
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.prefix_match import Match
+from jaxserve.scheduler.prefix_order import PrefixOrder
 from jaxserve.scheduler.prefix_reuse import PrefixReuse
 from jaxserve.scheduler.restraint import Restraint
 from jaxserve.scheduler.running_set import RunningSet, num_kept_rows
@@ -27,6 +28,7 @@ class Starts:
         reuse: PrefixReuse,
         grants: PageGrants,
         restraint: Restraint,
+        prefix_order: PrefixOrder | None,
         is_static: bool,
         may_split: bool,
         metrics: Metrics,
@@ -38,6 +40,7 @@ class Starts:
         self._reuse = reuse
         self._grants = grants
         self._restraint = restraint
+        self._prefix_order = prefix_order
         self._is_static = is_static
         self._may_split = may_split
         self._metrics = metrics
@@ -81,10 +84,17 @@ class Starts:
         num_tokens = step.room_for(sequence.num_owed - match.num_tokens, self._may_split)
         return self._restraint.limit_tokens(sequence, num_tokens, step)
 
+    def _find_first(self, step: StepBuilder) -> Sequence | None:
+        """Returns the sequence to start next, if there is a row for it at all."""
+        first = self._waiting.find_first()
+        if self._prefix_order is None or first is None or first is step.made_room_for:
+            return first
+        return self._prefix_order.find_first() if self._running.num_free_rows else first
+
     def _find_admissible(self, step: StepBuilder, now_s: float) -> tuple[Sequence, Match] | None:
         """Returns the first in the queue if it can start now, and what the cache spares it; nobody
         overtakes it."""
-        sequence = self._waiting.find_first()
+        sequence = self._find_first(step)
         if sequence is None or is_expired(sequence.request, now_s):
             return None
         if self._running.is_in_flight(sequence):  # preempted, and its last token is not here yet
@@ -112,6 +122,8 @@ class Starts:
     def _start(
         self, sequence: Sequence, match: Match, num_tokens: int, *, step: StepBuilder
     ) -> None:
+        if self._prefix_order is not None:
+            self._prefix_order.note_start(sequence)
         self._waiting.remove(sequence)
         self._running.start(sequence)
         host_pages = self._reuse.take(sequence, match)

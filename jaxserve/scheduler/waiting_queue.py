@@ -1,10 +1,13 @@
 """The order in which waiting sequences are admitted."""
 
 import heapq
+from typing import Final
 
 from jaxserve.request import Sequence
 from jaxserve.scheduler.fair_shares import FairShares
 from jaxserve.scheduler.policies import Order, OrderOf
+
+LOOKED_AT: Final = 4  # entries for each sequence that is wanted: some have left
 
 
 class WaitingQueue:
@@ -35,6 +38,26 @@ class WaitingQueue:
         level = self._shares.level
         tenant = min(self._counts, key=lambda name: (level(name), self._first_of(name).id))
         return self._first_of(tenant)
+
+    def find_front(self, num_sequences: int) -> list[Sequence]:
+        """Returns the first that wait, in order; with shares those of the tenant that is first. It
+        looks at a few times as many at most, whatever waits behind them."""
+        first = self.find_first()
+        if first is None:
+            return []
+        heap, found = self._heaps[self._heap_of(first)], [first]
+        frontier = [(heap[0], 0)]  # of the heap as a tree: whose parents were all looked at
+        for _ in range(LOOKED_AT * num_sequences):
+            if not frontier or len(found) == num_sequences:
+                break
+            order, place = heapq.heappop(frontier)
+            sequence = self._members.get(order[-1])
+            if sequence is not None and sequence is not found[-1]:  # not twice, or gone
+                found.append(sequence)
+            for child in (2 * place + 1, 2 * place + 2):
+                if child < len(heap):
+                    heapq.heappush(frontier, (heap[child], child))
+        return found
 
     def find_before(self, sequence: Sequence) -> list[Sequence]:
         """Returns who comes before one that waits, in order; it looks at all that wait."""

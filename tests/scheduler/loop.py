@@ -84,6 +84,8 @@ class Loop:
         target_itl_s: float | None = None,
         step_s: float = 0.0,
         fair_credit_tokens: int = 0,
+        prefix_order: bool = False,
+        prefix_max_overtakes: int = 8,
     ) -> None:
         """Args:
         cache: keeps the pages of all requests, under the identity that `add` is given.
@@ -124,6 +126,8 @@ class Loop:
                 ageing_s=ageing_s,
                 target_itl_s=target_itl_s,
                 fair_credit_tokens=fair_credit_tokens,
+                prefix_order=prefix_order,
+                prefix_max_overtakes=prefix_max_overtakes,
             ),
             reserve=reserve,
             pool=self.pool,
@@ -135,6 +139,7 @@ class Loop:
             weight_of=lambda tenant: weights.get(tenant, 1.0),
         )
         self.policy = policy
+        self.max_overtakes = prefix_max_overtakes if prefix_order else 0
         self.step_s = step_s
         self.ageing_s = ageing_s
         self.depth = depth
@@ -391,6 +396,9 @@ class Loop:
                 continue
             for other in waiting:
                 is_rival = self.policy != "fair" or sequence.request.tenant == other.request.tenant
+                assert other.num_overtaken <= self.max_overtakes
+                if other.num_overtaken and sequence.request.priority == other.request.priority:
+                    continue
                 is_in_order = self._order(sequence) < self._order(other)
                 assert is_in_order or not is_rival, f"{sequence.id} overtook {other.id}"
 
