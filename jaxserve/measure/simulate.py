@@ -10,7 +10,7 @@ from typing import Final
 from jaxserve.config import Config
 from jaxserve.engine.shapes import find_shapes
 from jaxserve.errors import ConfigError
-from jaxserve.measure.bench import Progress, is_too_long
+from jaxserve.measure.bench import Progress, count_too_long, is_too_long
 from jaxserve.measure.bench_options import BenchOptions, Served
 from jaxserve.measure.cautions import find_warnings
 from jaxserve.measure.energy import EnergyMeter
@@ -67,6 +67,7 @@ class Simulator:
             vocab_size=self.served.vocab_size,
             max_model_tokens=self._max_model_tokens(),
         )
+        num_dropped = count_too_long(self.load, facts)
         maker = AskMaker(
             header=self.load.header,
             facts=facts,
@@ -79,7 +80,6 @@ class Simulator:
             self._repeat(maker, number, metrics=metrics) for number in range(self.options.repeats)
         ]
         after = Snapshot.of_registry(metrics.registry)
-        num_dropped = self.load.num_requests - repeats[0].totals.counts.sent
         known = Served(
             config=self.config.model_dump(mode="json"),
             hardware={"simulated": self.served.platform},

@@ -313,11 +313,17 @@ def _find_problem(facts: object) -> str | None:
             if not _is_number(row.get(name)):
                 return f"program {place} has no number {name}"
         sizes = [row[name] for name in _SHAPE]
-        if min(*sizes, row["kv_kv"]) < 0 or min(max(sizes), row["weight"], row["mean_s"]) <= 0:
+        if not all(float(number).is_integer() for number in (*sizes, row["num_steps"])):
+            return f"program {place} has a size or a count that is not whole"
+        if min(*sizes, row["mean_kv"], row["kv_kv"], row["deviation_s"]) < 0:
+            return f"program {place} has a number below 0"
+        if min(max(sizes), row["num_steps"], row["weight"], row["mean_s"]) <= 0:
             return f"program {place} has a size or a time that is not above 0"
         ratios = row.get("ratios")
         if not isinstance(ratios, list) or not ratios or not all(map(_is_number, ratios)):
             return f"program {place} has no list of numbers ratios"
+        if min(ratios) < 0:
+            return f"program {place} has a ratio below 0"
     return None
 
 

@@ -55,6 +55,15 @@ def test_nothing_that_ended_as_asked_is_exit_code_1(tmp_path: Path) -> None:
     assert simulate(tmp_path, *LOAD, "--timeout", "0.5") == 1
 
 
+def test_a_load_of_which_nothing_fits_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(tmp_path, *LOAD[:-4], "--prompt-tokens", "600", "--output-tokens", "3") == 1
+    error = capsys.readouterr().err
+    assert "every request of workload" in error
+    assert "served context of 64 tokens" in error
+
+
 def test_a_file_that_is_missing_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

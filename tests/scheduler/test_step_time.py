@@ -126,6 +126,27 @@ def test_a_damaged_file_is_refused_by_what_is_wrong(
         StepTimes.from_json({**fit(100).as_json(), **change}, source="x.json")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("num_steps", -1, "not above 0"),
+        ("num_steps", 1.5, "not whole"),
+        ("decode_seqs", 0.5, "not whole"),
+        ("decode_seqs", -2, "below 0"),
+        ("mean_kv", -1, "below 0"),
+        ("deviation_s", -1, "below 0"),
+        ("mean_s", 0, "not above 0"),
+        ("ratios", [1.0, -1.0], "ratio below 0"),
+        ("ratios", [], "no list of numbers ratios"),
+    ],
+)
+def test_a_program_that_cannot_be_is_refused(field: str, value: object, problem: str) -> None:
+    facts = fit(100).as_json()
+    facts["programs"][0][field] = value
+    with pytest.raises(ConfigError, match=f"program 0 has a.*{problem}|program 0 has {problem}"):
+        StepTimes.from_json(facts, source="x.json")
+
+
 def test_a_program_that_became_faster_as_it_read_more_is_written_and_read_too() -> None:
     times = StepTimes()
     for kv in range(50):
