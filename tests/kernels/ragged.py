@@ -138,7 +138,7 @@ def random_cases(rng: random.Random, layout: Layout, *, page: int) -> list[Case]
 
 run = jax.jit(
     paged_attention,
-    static_argnames=("num_single_rows", "tile", "scale", "window", "soft_cap", "impl"),
+    static_argnames=("num_single_rows", "tile", "scale", "window", "soft_cap", "split_len", "impl"),
 )
 
 
@@ -149,6 +149,7 @@ def attend(
     impl: Impl,
     window: int | None = None,
     soft_cap: float | None = None,
+    split_len: int | None = None,
 ) -> np.ndarray:
     out_TNH = run(
         step.q_TNH,
@@ -162,6 +163,7 @@ def attend(
         impl=impl,
         window=window,
         soft_cap=soft_cap,
+        split_len=split_len,
     )
     return np.asarray(out_TNH)
 

@@ -28,6 +28,7 @@ from tests.kernels.ragged import (
     Case,
     Layout,
     Step,
+    attend,
     attend_launched,
     build_step,
     largest_error,
@@ -91,6 +92,14 @@ def test_splits_of_one_length_make_a_row_the_same_in_every_step() -> None:
 
     assert are_equal(2, 3, split_len=64)
     assert not are_equal(2, 4, split_len=None)  # the test can see bits that differ
+
+
+def test_a_caller_names_the_length_of_a_split() -> None:
+    step = build_step(CASES, LAYOUT, page=PAGE)
+    with pytest.raises(ShapeError, match="100 tokens is no whole number of blocks of 32"):
+        attend(step, LAYOUT, impl="triton_interpret", split_len=100)
+    out_TNH = attend(step, LAYOUT, impl="triton_interpret", split_len=32)
+    assert largest_error(step, out_TNH) < TOLERANCE["float32"]
 
 
 def test_the_splits_of_a_long_context_are_used_by_a_call_of_few_rows() -> None:

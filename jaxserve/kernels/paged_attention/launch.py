@@ -64,11 +64,12 @@ def find_launch(
     X, Q, N, H = q_XQNH.shape
     K, R = kv_C2KRH.shape[2:4]
     rows = min(max(power_of_two(N // K * Q), MIN_ROWS), MAX_ROWS)
-    is_float32 = max(q_XQNH.dtype.itemsize, kv_C2KRH.dtype.itemsize) == np.dtype("float32").itemsize
-    if is_float32:
+    if kv_C2KRH.dtype == np.float32:
         # Multiplied without tensor cores, where every operand passes through registers.
-        rows, block_tokens, num_warps = min(rows, 16), 32 if H <= 128 else 16, 4
+        rows, block_tokens, num_warps = MIN_ROWS, 32 if H <= 128 else 16, 4
     else:
+        if q_XQNH.dtype == np.float32:  # its three parts take all registers at 32 rows
+            rows = MIN_ROWS
         block_tokens = 64 if H <= 128 else 32
         num_warps = 8 if rows == MAX_ROWS and H > 128 else 4
     S = page_table_XP.shape[1] * R
