@@ -308,8 +308,10 @@ class RunnerSection(Section):
     overlap: bool = pydantic.Field(
         True, description="Launch step n+1 before step n's result is read."
     )
-    attention: Literal["auto", "reference", "xla"] = pydantic.Field(
-        "auto", description="Attention implementation; auto is xla."
+    attention: Literal["auto", "reference", "xla", "triton"] = pydantic.Field(
+        "auto",
+        description="Attention implementation; auto is xla. triton is for a GPU; on a CPU its "
+        "kernel is interpreted, slowly.",
     )
     compile_threads: int = pydantic.Field(2, ge=1, le=64, description="Threads that compile.")
     cache_dir: Path | None = pydantic.Field(

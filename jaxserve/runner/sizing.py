@@ -7,6 +7,7 @@ import jax
 
 from jaxserve.config import Config
 from jaxserve.host_pages import MAX_SWAP_IN, MAX_SWAP_OUT
+from jaxserve.kernels.paged_attention import Impl
 from jaxserve.model.config import MAX_EOS_IDS, ModelConfig
 from jaxserve.model.masks import num_words
 from jaxserve.model.params import num_param_bytes
@@ -104,11 +105,22 @@ def _build_sizes(
         max_logit_bias=config.limits.max_logit_bias,
         max_ban_ids=config.limits.max_stop_token_ids + MAX_EOS_IDS,
         max_logprobs=config.limits.max_logprobs,
-        attention="xla" if config.runner.attention == "auto" else config.runner.attention,
+        attention=choose_attention(config, platform=jax.default_backend()),
     )
     return RunnerSizes(
         spec=spec, scheme=scheme, max_model_tokens=max_model_tokens, num_host_pages=0
     )
+
+
+def choose_attention(config: Config, *, platform: str) -> Impl:
+    """Returns the implementation to run; what is written for a GPU is interpreted elsewhere."""
+    match config.runner.attention:
+        case "auto":
+            return "xla"  # nothing else is measured yet
+        case "triton" if platform != "gpu":
+            return "triton_interpret"
+        case named:
+            return named
 
 
 def _needed_bytes(

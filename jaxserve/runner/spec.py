@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from jaxserve.kernels.paged_attention import Impl
 from jaxserve.model.config import ModelConfig
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -37,7 +38,7 @@ class RunnerSpec:
     max_logit_bias: int
     max_ban_ids: int
     max_logprobs: int
-    attention: Literal["reference", "xla"]
+    attention: Impl
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int, int]:

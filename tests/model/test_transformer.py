@@ -12,6 +12,7 @@ import pytest
 from jax import numpy as jnp
 
 from jaxserve.errors import ShapeError
+from jaxserve.kernels.paged_attention import Impl
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import Params, abstract_params, init_params, num_param_bytes
 from jaxserve.model.transformer import logits
@@ -130,9 +131,10 @@ def test_bfloat16_stays_near_the_oracle(kv_dtype: str) -> None:
     assert error < TOLERANCE["bfloat16"]
 
 
-def test_the_reference_attention_gives_the_same_logits() -> None:
+@pytest.mark.parametrize("attention", ["reference", "triton_interpret"])
+def test_other_attentions_give_the_same_logits(attention: Impl) -> None:
     params, token_ids = make_params(T1), make_ids(20)
-    model = PagedModel(params, T1, attention="reference")
+    model = PagedModel(params, T1, attention=attention)
     got = run_in_chunks(model, token_ids, chunks=[11, 1, 8], pages=PAGES)
     assert relative_error(got, oracle_logits(params, token_ids, T1)) < TOLERANCE["float32"]
 

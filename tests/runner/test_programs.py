@@ -27,7 +27,7 @@ from jaxserve.runner.programs import (
 )
 from jaxserve.runner.results import num_logprob_columns
 from jaxserve.runner.runner import Runner
-from jaxserve.runner.sizing import RunnerSizes, size_runner
+from jaxserve.runner.sizing import RunnerSizes, choose_attention, size_runner
 from tests.runner.driver import CONFIG, MODEL, Driver, oracle_tokens, prompt_of
 
 # A value of each configuration field that programs depend on, other than CONFIG's.
@@ -125,6 +125,22 @@ def test_every_field_that_a_program_can_see_is_in_one_table() -> None:
     # The pool's bytes only choose the number of pages, which CONFIG gives.
     assert fields - known == {"kv.pool_bytes"}
     assert not CHANGES_PROGRAMS.keys() & CHANGES_NOTHING.keys()
+
+
+@pytest.mark.parametrize(
+    ("named", "platform", "chosen"),
+    [
+        ("auto", "cpu", "xla"),
+        ("auto", "gpu", "xla"),
+        ("triton", "cpu", "triton_interpret"),
+        ("triton", "gpu", "triton"),
+        ("reference", "gpu", "reference"),
+    ],
+)
+def test_an_attention_that_needs_a_gpu_is_interpreted_elsewhere(
+    named: str, platform: str, chosen: str
+) -> None:
+    assert choose_attention(_with("runner.attention", named), platform=platform) == chosen
 
 
 def test_the_pool_of_so_many_bytes_is_in_the_key() -> None:
