@@ -31,6 +31,7 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from jaxserve.config import Config  # noqa: E402
+from jaxserve.kernels.choice import Kernels  # noqa: E402
 from jaxserve.model.config import MAX_EOS_IDS  # noqa: E402
 from jaxserve.runner.buckets import build_scheme  # noqa: E402
 from jaxserve.runner.programs import (  # noqa: E402
@@ -93,7 +94,7 @@ def build_spec(
         max_logit_bias=config.limits.max_logit_bias,
         max_ban_ids=config.limits.max_stop_token_ids + MAX_EOS_IDS,
         max_logprobs=config.limits.max_logprobs,
-        attention="xla",
+        kernels=Kernels(),
     )
     return spec, program_keys(spec, scheme, has_host_tier=True)
 

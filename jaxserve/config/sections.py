@@ -280,8 +280,14 @@ class RunnerSection(Section):
     overlap: bool = pydantic.Field(
         True, description="Launch step n+1 before step n's result is read."
     )
-    attention: Literal["auto", "reference", "xla"] = pydantic.Field(
-        "auto", description="Attention implementation; auto is xla."
+    attention: Literal["auto", "reference", "xla", "native"] = pydantic.Field(
+        "auto",
+        description="Attention implementation; auto is native on a CPU with a C++ compiler, else "
+        "xla.",
+    )
+    matmul: Literal["auto", "xla", "native"] = pydantic.Field(
+        "auto",
+        description="Products of few rows with bfloat16 weights; auto as for attention.",
     )
     compile_threads: int = pydantic.Field(2, ge=1, le=64, description="Threads that compile.")
     cache_dir: Path | None = pydantic.Field(

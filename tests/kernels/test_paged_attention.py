@@ -21,7 +21,7 @@ from tests.oracle import oracle_attention
 # bfloat16: inputs are exact in both, but the weights and the output are rounded to 8 bits, twice.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1.2e-2}
 
-IMPLS: tuple[Impl, ...] = ("reference", "xla")
+IMPLS: tuple[Impl, ...] = ("reference", "xla", "native")
 H = 16
 
 

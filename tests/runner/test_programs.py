@@ -13,6 +13,7 @@ from jax import numpy as jnp
 
 from jaxserve.config import Config
 from jaxserve.errors import CapacityError, RecompileError
+from jaxserve.kernels.choice import Kernels
 from jaxserve.metrics import Metrics
 from jaxserve.model.params import Params
 from jaxserve.runner.batch import SCORE_WIDTH
@@ -93,6 +94,7 @@ def _sizes(config: Config) -> RunnerSizes:
         MODEL,
         config,
         dtypes=(model_dtype, kv_dtype),
+        kernels=Kernels(),
         programs=Programs(Metrics()),
         compile_keys=compile_nothing,
     )

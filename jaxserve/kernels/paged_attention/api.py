@@ -7,10 +7,10 @@ import jax
 from jax import numpy as jnp
 
 from jaxserve.errors import ShapeError
-from jaxserve.kernels.paged_attention import reference, xla
+from jaxserve.kernels.paged_attention import native, reference, xla
 from jaxserve.shapes import check_shapes
 
-Impl = Literal["reference", "xla"]
+Impl = Literal["reference", "xla", "native"]
 
 
 class Attend(Protocol):
@@ -120,3 +120,5 @@ def _attend_of(impl: Impl) -> Attend:
             return reference.attend
         case "xla":
             return xla.attend
+        case "native":
+            return native.attend

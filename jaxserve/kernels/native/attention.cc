@@ -1,0 +1,278 @@
+// paged_attention on a CPU: one item of work for each row and KV head, an online softmax over
+// blocks of keys (Milakov & Gimelshein 2018, alg. 3; Dao et al. 2022, alg. 1). A query's numbers
+// depend on nothing but its own sequence: blocks stand at fixed positions, and nothing is split.
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "lanes.h"
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxserve {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int64_t kBlock = 32;  // keys at once: K and V of a block of 64-wide heads fill 16 KB
+constexpr int64_t kGroups = kBlock / kLanes;
+constexpr int64_t kMaxHeadDim = 512;
+constexpr float kLowest = -0.7f * std::numeric_limits<float>::max();
+
+// What a call is given; shapes as in api.py.
+struct Call {
+  const int32_t* page_table_XP;
+  const int32_t* q_starts_X;
+  const int32_t* q_lens_X;
+  int64_t X, Q, N, H, K, R, P;
+  float scale;
+  int64_t window;  // 0: none
+  float soft_cap;  // 0: none
+};
+
+// A thread's own memory; a query is a head's token, with its softmax so far.
+struct Scratch {
+  alignas(64) float keys_HS[kMaxHeadDim * kBlock];  // transposed: a number of all keys side by side
+  alignas(64) float values_SH[kBlock * kMaxHeadDim];
+  std::vector<float> q_MH, sum_MH, weights_MS, top_M, total_M;
+};
+
+template <typename KV>
+void read_keys(const KV* const rows[kBlock], int64_t num_keys, int64_t H, Scratch& scratch) {
+  for (int64_t group = 0; group < kGroups; ++group) {
+    for (int64_t h = 0; h < H; h += kLanes) {
+      Lanes tile[kLanes];
+#pragma GCC unroll 16
+      for (int64_t key = 0; key < kLanes; ++key) {
+        const int64_t s = group * kLanes + key;
+        tile[key] = s < num_keys ? load(rows[s] + h) : Lanes{};
+      }
+      transpose(tile);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) {
+        store(scratch.keys_HS + (h + i) * kBlock + group * kLanes, tile[i]);
+      }
+    }
+  }
+}
+
+template <typename KV>
+void read_values(const KV* const rows[kBlock], int64_t num_keys, int64_t H, Scratch& scratch) {
+  for (int64_t s = 0; s < num_keys; ++s) {
+    for (int64_t h = 0; h < H; h += kLanes) store(scratch.values_SH + s * H + h, load(rows[s] + h));
+  }
+}
+
+// Scores of `num` queries from m on: weights_MS = scale * q . k, capped.
+template <int num>
+void score(const Call& call, int64_t m, Scratch& scratch) {
+  Lanes sums[num][kGroups] = {};
+  const float* q = scratch.q_MH.data() + m * call.H;
+  for (int64_t h = 0; h < call.H; ++h) {
+    const float* keys = scratch.keys_HS + h * kBlock;
+    const Lanes low = load(keys), high = load(keys + kLanes);
+#pragma GCC unroll 4
+    for (int i = 0; i < num; ++i) {
+      const float factor = q[i * call.H + h];
+      sums[i][0] += factor * low;
+      sums[i][1] += factor * high;
+    }
+  }
+  for (int i = 0; i < num; ++i) {
+    for (int64_t group = 0; group < kGroups; ++group) {
+      Lanes scores = call.scale * sums[i][group];
+      if (call.soft_cap != 0) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+          scores[lane] = call.soft_cap * std::tanh(scores[lane] / call.soft_cap);
+        }
+      }
+      store(scratch.weights_MS.data() + (m + i) * kBlock + group * kLanes, scores);
+    }
+  }
+}
+
+// Takes a block's scores of one query into its softmax; keys [first, last) of the block are seen.
+void take_scores(const Call& call, int64_t m, int64_t first, int64_t last, Scratch& scratch) {
+  constexpr IntLanes kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  float* weights = scratch.weights_MS.data() + m * kBlock;
+  Lanes scores[kGroups];
+  Lanes top = fill(kLowest);
+  IntLanes is_seen[kGroups];
+  for (int64_t group = 0; group < kGroups; ++group) {
+    const IntLanes key = kLane + int32_t(group * kLanes);
+    is_seen[group] = (key >= int32_t(first)) & (key < int32_t(last));
+    scores[group] = select(is_seen[group], load(weights + group * kLanes), fill(kLowest));
+    top = larger(top, scores[group]);
+  }
+  const float old_top = scratch.top_M[m];
+  float new_top = largest_of(top);
+  new_top = new_top > old_top ? new_top : old_top;
+  float total = 0;
+  for (int64_t group = 0; group < kGroups; ++group) {
+    // A NaN among the scores stays one: it is this sequence's own.
+    const Lanes weight = select(is_seen[group], exp_of_negative(scores[group] - new_top), Lanes{});
+    store(weights + group * kLanes, weight);
+    total += sum_of(weight);
+  }
+  if (new_top != old_top) {
+    const float shrink = std::exp(old_top - new_top);
+    scratch.total_M[m] *= shrink;
+    float* sums = scratch.sum_MH.data() + m * call.H;
+    for (int64_t h = 0; h < call.H; h += kLanes) store(sums + h, shrink * load(sums + h));
+    scratch.top_M[m] = new_top;
+  }
+  scratch.total_M[m] += total;
+}
+
+// Adds the block's values to the weighted sums of `num` queries, `width` lanes of the head at once.
+template <int num, int width>
+void add_values(const Call& call, int64_t m, int64_t num_keys, int64_t h, Scratch& scratch) {
+  Lanes sums[num][width];
+  float* out = scratch.sum_MH.data() + m * call.H + h;
+  for (int i = 0; i < num; ++i) {
+    for (int j = 0; j < width; ++j) sums[i][j] = load(out + i * call.H + j * kLanes);
+  }
+  const float* weights = scratch.weights_MS.data() + m * kBlock;
+  for (int64_t s = 0; s < num_keys; ++s) {
+    const float* values = scratch.values_SH + s * call.H + h;
+    Lanes value[width];
+#pragma GCC unroll 4
+    for (int j = 0; j < width; ++j) value[j] = load(values + j * kLanes);
+#pragma GCC unroll 4
+    for (int i = 0; i < num; ++i) {
+      const float weight = weights[i * kBlock + s];
+#pragma GCC unroll 4
+      for (int j = 0; j < width; ++j) sums[i][j] += weight * value[j];
+    }
+  }
+  for (int i = 0; i < num; ++i) {
+    for (int j = 0; j < width; ++j) store(out + i * call.H + j * kLanes, sums[i][j]);
+  }
+}
+
+template <int num>
+void add_values(const Call& call, int64_t m, int64_t num_keys, Scratch& scratch) {
+  int64_t h = 0;
+  for (; h + 4 * kLanes <= call.H; h += 4 * kLanes) add_values<num, 4>(call, m, num_keys, h, scratch);
+  for (; h < call.H; h += kLanes) add_values<num, 1>(call, m, num_keys, h, scratch);
+}
+
+// One row of queries and one KV head, which G = N / K query heads share.
+template <typename Query, typename KV>
+void attend(const Call& call, const Query* q_XQNH, const KV* kv_C2KRH, Query* out_XQNH, int64_t x,
+            int64_t k) {
+  static thread_local Scratch scratch;
+  const int64_t H = call.H, G = call.N / call.K, num_queries = call.q_lens_X[x], M = num_queries * G;
+  Query* out_QNH = out_XQNH + x * call.Q * call.N * H;
+  for (int64_t q = num_queries; q < call.Q; ++q) {
+    std::memset((void*)(out_QNH + (q * call.N + k * G) * H), 0, G * H * sizeof(Query));
+  }
+  if (num_queries == 0) return;
+  scratch.q_MH.resize(M * H);
+  scratch.weights_MS.resize(M * kBlock);
+  scratch.sum_MH.assign(M * H, 0);
+  scratch.top_M.assign(M, kLowest);
+  scratch.total_M.assign(M, 0);
+  const Query* q_QNH = q_XQNH + x * call.Q * call.N * H;
+  for (int64_t q = 0; q < num_queries; ++q) {
+    for (int64_t i = 0; i < G * H; i += kLanes) {
+      store(scratch.q_MH.data() + q * G * H + i, load(q_QNH + (q * call.N + k * G) * H + i));
+    }
+  }
+  const int64_t start = call.q_starts_X[x], end = start + num_queries;
+  const int64_t first_key = call.window ? std::max<int64_t>(0, start - call.window + 1) : 0;
+  const int32_t* pages = call.page_table_XP + x * call.P;
+  const int64_t slab = call.R * H;  // numbers of a page's K or V of one head
+  for (int64_t block = first_key / kBlock * kBlock; block < end; block += kBlock) {
+    const int64_t num_keys = std::min(kBlock, end - block);
+    const KV* keys[kBlock];
+    const KV* values[kBlock];
+    for (int64_t s = 0; s < num_keys; ++s) {
+      const int64_t position = block + s;
+      const int64_t page = pages[position / call.R];
+      keys[s] = kv_C2KRH + (page * 2 * call.K + k) * slab + position % call.R * H;
+      values[s] = keys[s] + call.K * slab;
+    }
+    read_keys(keys, num_keys, H, scratch);
+    read_values(values, num_keys, H, scratch);
+    int64_t m = 0;
+    for (; m + 4 <= M; m += 4) score<4>(call, m, scratch);
+    for (; m + 2 <= M; m += 2) score<2>(call, m, scratch);
+    for (; m < M; ++m) score<1>(call, m, scratch);
+    for (m = 0; m < M; ++m) {
+      const int64_t position = start + m / G;
+      const int64_t last = std::min(num_keys, position + 1 - block);
+      const int64_t first = call.window ? std::max<int64_t>(0, position - call.window + 1 - block) : 0;
+      take_scores(call, m, first, last, scratch);
+    }
+    for (m = 0; m + 4 <= M; m += 4) add_values<4>(call, m, num_keys, scratch);
+    for (; m + 2 <= M; m += 2) add_values<2>(call, m, num_keys, scratch);
+    for (; m < M; ++m) add_values<1>(call, m, num_keys, scratch);
+  }
+  for (int64_t m = 0; m < M; ++m) {
+    const float total = scratch.total_M[m];
+    const Lanes factor = fill(total == 0 ? 0 : 1 / total);
+    Query* out = out_QNH + (m / G * call.N + k * G + m % G) * H;
+    for (int64_t h = 0; h < H; h += kLanes) {
+      store(out + h, factor * load(scratch.sum_MH.data() + m * H + h));
+    }
+  }
+}
+
+template <typename Query, typename KV>
+void attend_all(const Call& call, const void* q, const void* kv, void* out) {
+  Team::get().run(call.X * call.K, [&](int64_t item) {
+    attend(call, static_cast<const Query*>(q), static_cast<const KV*>(kv), static_cast<Query*>(out),
+           item / call.K, item % call.K);
+  });
+}
+
+ffi::Error Attention(ffi::AnyBuffer q_XQNH, ffi::AnyBuffer kv_C2KRH,
+                     ffi::Buffer<ffi::S32> page_table_XP, ffi::Buffer<ffi::S32> q_starts_X,
+                     ffi::Buffer<ffi::S32> q_lens_X, ffi::Result<ffi::AnyBuffer> out_XQNH,
+                     float scale, int64_t window, float soft_cap) {
+  const auto q = q_XQNH.dimensions(), kv = kv_C2KRH.dimensions();
+  const Call call{.page_table_XP = page_table_XP.typed_data(),
+                  .q_starts_X = q_starts_X.typed_data(),
+                  .q_lens_X = q_lens_X.typed_data(),
+                  .X = q[0],
+                  .Q = q[1],
+                  .N = q[2],
+                  .H = q[3],
+                  .K = kv[2],
+                  .R = kv[3],
+                  .P = page_table_XP.dimensions()[1],
+                  .scale = scale,
+                  .window = window,
+                  .soft_cap = soft_cap};
+  if (call.H % kLanes || call.H > kMaxHeadDim) {
+    return ffi::Error::InvalidArgument("the head size is no multiple of 16, or above 512");
+  }
+  const bool q_is_float = q_XQNH.element_type() == ffi::F32;
+  const bool kv_is_float = kv_C2KRH.element_type() == ffi::F32;
+  const void *queries = q_XQNH.untyped_data(), *pool_data = kv_C2KRH.untyped_data();
+  void* out = out_XQNH->untyped_data();
+  if (q_is_float && kv_is_float) attend_all<float, float>(call, queries, pool_data, out);
+  if (q_is_float && !kv_is_float) attend_all<float, BFloat16>(call, queries, pool_data, out);
+  if (!q_is_float && kv_is_float) attend_all<BFloat16, float>(call, queries, pool_data, out);
+  if (!q_is_float && !kv_is_float) {
+    attend_all<BFloat16, BFloat16>(call, queries, pool_data, out);
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jaxserve
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_paged_attention, jaxserve::Attention,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("soft_cap"));

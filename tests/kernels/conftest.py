@@ -1,0 +1,11 @@
+"""Native kernels are known to XLA before a test of them."""
+
+import pytest
+
+from jaxserve.config import default_cache_dir
+from jaxserve.kernels.native import load_native
+
+
+@pytest.fixture(autouse=True, scope="session")
+def native() -> None:
+    load_native(default_cache_dir())
