@@ -38,40 +38,103 @@ struct Scratch {
   std::vector<float> q_MH, sum_MH, weights_MS, top_M, total_M;
 };
 
+// Where a block's keys and values are, row by row.
 template <typename KV>
-void read_keys(const KV* const rows[kBlock], int64_t num_keys, int64_t H, Scratch& scratch) {
-  for (int64_t group = 0; group < kGroups; ++group) {
-    for (int64_t h = 0; h < H; h += kLanes) {
-      Lanes tile[kLanes];
+struct Rows {
+  int64_t num_keys = 0;
+  const KV* keys[kBlock];
+  const KV* values[kBlock];
+};
+
+// The rows of the block to come, which are fetched line by line while this one is computed: all at
+// once they would stand in each other's way.
+template <typename KV>
+class Ahead {
+ public:
+  Ahead(const KV* const* rows, int64_t num_rows, int64_t H) : row_(rows), end_(rows + num_rows), H_(H) {}
+
+  void fetch_line() {
+    if (row_ == end_) return;
+    __builtin_prefetch(*row_ + h_);
+    h_ += 64 / sizeof(KV);
+    if (h_ >= H_) h_ = 0, ++row_;
+  }
+
+ private:
+  const KV* const* row_;
+  const KV* const* end_;
+  int64_t H_, h_ = 0;
+};
+
+// Sixteen numbers of sixteen keys, transposed.
+template <typename KV>
+void read_tile(const KV* const keys[kLanes], int64_t num_keys, float* to) {
+  Lanes tile[kLanes];
 #pragma GCC unroll 16
-      for (int64_t key = 0; key < kLanes; ++key) {
-        const int64_t s = group * kLanes + key;
-        tile[key] = s < num_keys ? load(rows[s] + h) : Lanes{};
-      }
-      transpose(tile);
+  for (int64_t s = 0; s < kLanes; ++s) tile[s] = s < num_keys ? load(keys[s]) : Lanes{};
+  transpose(tile);
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < kLanes; ++i) {
-        store(scratch.keys_HS + (h + i) * kBlock + group * kLanes, tile[i]);
+  for (int64_t h = 0; h < kLanes; ++h) store(to + h * kBlock, tile[h]);
+}
+
+// Thirty-two, two of a key side by side as one word.
+inline void read_wide_tile(const BFloat16* const keys[kLanes], int64_t num_keys, float* to) {
+  Lanes tile[kLanes];
+#pragma GCC unroll 16
+  for (int64_t s = 0; s < kLanes; ++s) {
+    tile[s] = Lanes{};
+    if (s < num_keys) std::memcpy(&tile[s], keys[s], sizeof tile[s]);
+  }
+  transpose(tile);
+#pragma GCC unroll 16
+  for (int64_t h = 0; h < kLanes; ++h) {
+    const WordLanes pair = (WordLanes)tile[h];
+    store(to + 2 * h * kBlock, (Lanes)(pair << 16));
+    store(to + (2 * h + 1) * kBlock, (Lanes)(pair & 0xffff0000));
+  }
+}
+
+template <typename KV>
+void read_keys(const Rows<KV>& rows, int64_t H, Scratch& scratch) {
+  for (int64_t group = 0; group < kBlock; group += kLanes) {
+    const int64_t num_keys = std::clamp<int64_t>(rows.num_keys - group, 0, kLanes);
+    const KV* keys[kLanes];
+    const auto at = [&](int64_t h) {
+      for (int64_t s = 0; s < num_keys; ++s) keys[s] = rows.keys[group + s] + h;
+      return scratch.keys_HS + h * kBlock + group;
+    };
+    int64_t h = 0;
+    if constexpr (sizeof(KV) == 2) {
+      for (; h + 2 * kLanes <= H; h += 2 * kLanes) {
+        float* to = at(h);
+        read_wide_tile(keys, num_keys, to);
       }
+    }
+    for (; h < H; h += kLanes) {
+      float* to = at(h);
+      read_tile(keys, num_keys, to);
     }
   }
 }
 
 template <typename KV>
-void read_values(const KV* const rows[kBlock], int64_t num_keys, int64_t H, Scratch& scratch) {
-  for (int64_t s = 0; s < num_keys; ++s) {
-    for (int64_t h = 0; h < H; h += kLanes) store(scratch.values_SH + s * H + h, load(rows[s] + h));
+void read_values(const Rows<KV>& rows, int64_t H, Scratch& scratch) {
+  for (int64_t s = 0; s < rows.num_keys; ++s) {
+    for (int64_t h = 0; h < H; h += kLanes) {
+      store(scratch.values_SH + s * H + h, load(rows.values[s] + h));
+    }
   }
 }
 
 // Scores of `num` queries from m on: weights_MS = scale * q . k, capped.
-template <int num>
-void score(const Call& call, int64_t m, Scratch& scratch) {
+template <int num, typename KV>
+void score(const Call& call, int64_t m, Ahead<KV>& ahead, Scratch& scratch) {
   Lanes sums[num][kGroups] = {};
   const float* q = scratch.q_MH.data() + m * call.H;
   for (int64_t h = 0; h < call.H; ++h) {
     const float* keys = scratch.keys_HS + h * kBlock;
     const Lanes low = load(keys), high = load(keys + kLanes);
+    for (size_t line = 0; line < sizeof(KV) / 2; ++line) ahead.fetch_line();
 #pragma GCC unroll 4
     for (int i = 0; i < num; ++i) {
       const float factor = q[i * call.H + h];
@@ -126,8 +189,9 @@ void take_scores(const Call& call, int64_t m, int64_t first, int64_t last, Scrat
 }
 
 // Adds the block's values to the weighted sums of `num` queries, `width` lanes of the head at once.
-template <int num, int width>
-void add_values(const Call& call, int64_t m, int64_t num_keys, int64_t h, Scratch& scratch) {
+template <int num, int width, typename Value, typename KV>
+void add_values(const Call& call, int64_t m, int64_t num_keys, const Value* const values[kBlock],
+                int64_t h, Ahead<KV>& ahead, Scratch& scratch) {
   Lanes sums[num][width];
   float* out = scratch.sum_MH.data() + m * call.H + h;
   for (int i = 0; i < num; ++i) {
@@ -135,10 +199,10 @@ void add_values(const Call& call, int64_t m, int64_t num_keys, int64_t h, Scratc
   }
   const float* weights = scratch.weights_MS.data() + m * kBlock;
   for (int64_t s = 0; s < num_keys; ++s) {
-    const float* values = scratch.values_SH + s * call.H + h;
     Lanes value[width];
 #pragma GCC unroll 4
-    for (int j = 0; j < width; ++j) value[j] = load(values + j * kLanes);
+    for (int j = 0; j < width; ++j) value[j] = load(values[s] + h + j * kLanes);
+    for (size_t line = 0; line < width * sizeof(KV) * kLanes / 64; ++line) ahead.fetch_line();
 #pragma GCC unroll 4
     for (int i = 0; i < num; ++i) {
       const float weight = weights[i * kBlock + s];
@@ -151,11 +215,24 @@ void add_values(const Call& call, int64_t m, int64_t num_keys, int64_t h, Scratc
   }
 }
 
-template <int num>
-void add_values(const Call& call, int64_t m, int64_t num_keys, Scratch& scratch) {
+template <int num, typename Value, typename KV>
+void add_values(const Call& call, int64_t m, int64_t num_keys, const Value* const values[kBlock],
+                Ahead<KV>& ahead, Scratch& scratch) {
   int64_t h = 0;
-  for (; h + 4 * kLanes <= call.H; h += 4 * kLanes) add_values<num, 4>(call, m, num_keys, h, scratch);
-  for (; h < call.H; h += kLanes) add_values<num, 1>(call, m, num_keys, h, scratch);
+  for (; h + 4 * kLanes <= call.H; h += 4 * kLanes) {
+    add_values<num, 4>(call, m, num_keys, values, h, ahead, scratch);
+  }
+  for (; h < call.H; h += kLanes) add_values<num, 1>(call, m, num_keys, values, h, ahead, scratch);
+}
+
+template <typename Value, typename KV>
+void add_values(const Call& call, int64_t M, int64_t num_keys, const Value* const values[kBlock],
+                Ahead<KV> ahead, Scratch& scratch) {
+  int64_t m = 0;
+  for (; m + 4 <= M; m += 4) add_values<4>(call, m, num_keys, values, ahead, scratch);
+  if (m + 3 == M) return add_values<3>(call, m, num_keys, values, ahead, scratch);
+  if (m + 2 == M) return add_values<2>(call, m, num_keys, values, ahead, scratch);
+  if (m + 1 == M) return add_values<1>(call, m, num_keys, values, ahead, scratch);
 }
 
 // One row of queries and one KV head, which G = N / K query heads share.
@@ -184,31 +261,43 @@ void attend(const Call& call, const Query* q_XQNH, const KV* kv_C2KRH, Query* ou
   const int64_t first_key = call.window ? std::max<int64_t>(0, start - call.window + 1) : 0;
   const int32_t* pages = call.page_table_XP + x * call.P;
   const int64_t slab = call.R * H;  // numbers of a page's K or V of one head
-  for (int64_t block = first_key / kBlock * kBlock; block < end; block += kBlock) {
-    const int64_t num_keys = std::min(kBlock, end - block);
-    const KV* keys[kBlock];
-    const KV* values[kBlock];
-    for (int64_t s = 0; s < num_keys; ++s) {
-      const int64_t position = block + s;
-      const int64_t page = pages[position / call.R];
-      keys[s] = kv_C2KRH + (page * 2 * call.K + k) * slab + position % call.R * H;
-      values[s] = keys[s] + call.K * slab;
+  const auto find_rows = [&](int64_t block) {
+    Rows<KV> rows;
+    rows.num_keys = std::clamp<int64_t>(end - block, 0, kBlock);
+    for (int64_t s = 0; s < rows.num_keys; ++s) {
+      const int64_t position = block + s, page = pages[position / call.R];
+      rows.keys[s] = kv_C2KRH + (page * 2 * call.K + k) * slab + position % call.R * H;
+      rows.values[s] = rows.keys[s] + call.K * slab;
     }
-    read_keys(keys, num_keys, H, scratch);
-    read_values(values, num_keys, H, scratch);
+    return rows;
+  };
+  int64_t block = first_key / kBlock * kBlock;
+  Rows<KV> next = find_rows(block);
+  for (; block < end; block += kBlock) {
+    const Rows<KV> rows = next;
+    next = find_rows(block + kBlock);
+    read_keys(rows, H, scratch);
+    Ahead<KV> keys_ahead(next.keys, next.num_keys, H);
+    const Ahead<KV> values_ahead(next.values, next.num_keys, H);
     int64_t m = 0;
-    for (; m + 4 <= M; m += 4) score<4>(call, m, scratch);
-    for (; m + 2 <= M; m += 2) score<2>(call, m, scratch);
-    for (; m < M; ++m) score<1>(call, m, scratch);
+    for (; m + 4 <= M; m += 4) score<4>(call, m, keys_ahead, scratch);
+    if (m + 3 == M) score<3>(call, m, keys_ahead, scratch);
+    if (m + 2 == M) score<2>(call, m, keys_ahead, scratch);
+    if (m + 1 == M) score<1>(call, m, keys_ahead, scratch);
     for (m = 0; m < M; ++m) {
       const int64_t position = start + m / G;
-      const int64_t last = std::min(num_keys, position + 1 - block);
+      const int64_t last = std::min(rows.num_keys, position + 1 - block);
       const int64_t first = call.window ? std::max<int64_t>(0, position - call.window + 1 - block) : 0;
       take_scores(call, m, first, last, scratch);
     }
-    for (m = 0; m + 4 <= M; m += 4) add_values<4>(call, m, num_keys, scratch);
-    for (; m + 2 <= M; m += 2) add_values<2>(call, m, num_keys, scratch);
-    for (; m < M; ++m) add_values<1>(call, m, num_keys, scratch);
+    if (M <= 4) {  // converted as they are read; of more queries, once for all of them
+      add_values(call, M, rows.num_keys, rows.values, values_ahead, scratch);
+    } else {
+      read_values(rows, H, scratch);
+      const float* values[kBlock];
+      for (int64_t s = 0; s < rows.num_keys; ++s) values[s] = scratch.values_SH + s * H;
+      add_values(call, M, rows.num_keys, values, values_ahead, scratch);
+    }
   }
   for (int64_t m = 0; m < M; ++m) {
     const float total = scratch.total_M[m];

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 namespace jaxserve {
 
@@ -52,16 +53,26 @@ inline Lanes select(IntLanes condition, Lanes yes, Lanes no) {
 
 inline Lanes larger(Lanes left, Lanes right) { return select(left > right, left, right); }
 
+// Lanes turned by `count`: lane i takes lane i + count.
+template <int count>
+inline Lanes turn(Lanes lanes) {
+  Lanes turned;
+  for (int lane = 0; lane < kLanes; ++lane) turned[lane] = lanes[(lane + count) % kLanes];
+  return turned;
+}
+
 inline float largest_of(Lanes lanes) {
-  float largest = lanes[0];
-  for (int64_t lane = 1; lane < kLanes; ++lane) largest = lanes[lane] > largest ? lanes[lane] : largest;
-  return largest;
+  lanes = larger(lanes, turn<8>(lanes));
+  lanes = larger(lanes, turn<4>(lanes));
+  lanes = larger(lanes, turn<2>(lanes));
+  return larger(lanes, turn<1>(lanes))[0];
 }
 
 inline float sum_of(Lanes lanes) {
-  float sum = 0;
-  for (int64_t lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
-  return sum;
+  lanes += turn<8>(lanes);
+  lanes += turn<4>(lanes);
+  lanes += turn<2>(lanes);
+  return lanes[0] + lanes[1];
 }
 
 // e^x for x <= 0, within 2 units of the last place; 0 below -87.
@@ -81,33 +92,26 @@ inline Lanes exp_of_negative(Lanes x) {
   return select(is_tiny, Lanes{}, sum * (Lanes)power);
 }
 
-// Turns sixteen rows of sixteen into columns, by exchanging ever larger halves.
-inline void transpose(Lanes rows[kLanes]) {
-  constexpr IntLanes kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#pragma GCC unroll 4
-  for (int step = 1; step < kLanes; step *= 2) {
-    // Lane i of the low row keeps its own where bit `step` of i is 0, and takes the high row's
-    // lane i - step where it is 1; and the other way round.
-    const IntLanes has_bit = (kLane & step) / step;
-    const IntLanes low = kLane + has_bit * (int(kLanes) - step);
-    const IntLanes high = low + step;
+// Exchanges, in each pair of rows `step` apart, the low row's lanes whose number has that bit with
+// the high row's whose number has not.
+template <int step, size_t... lane>
+inline void exchange(Lanes rows[kLanes], std::index_sequence<lane...>) {
 #pragma GCC unroll 16
-    for (int row = 0; row < kLanes; ++row) {
-      if (row & step) continue;
-      const Lanes first = rows[row], second = rows[row + step];
-#ifdef __clang__
-      Lanes mixed_low, mixed_high;
-      for (int lane = 0; lane < kLanes; ++lane) {
-        mixed_low[lane] = low[lane] < kLanes ? first[low[lane]] : second[low[lane] - kLanes];
-        mixed_high[lane] = high[lane] < kLanes ? first[high[lane]] : second[high[lane] - kLanes];
-      }
-      rows[row] = mixed_low, rows[row + step] = mixed_high;
-#else
-      rows[row] = __builtin_shuffle(first, second, low);
-      rows[row + step] = __builtin_shuffle(first, second, high);
-#endif
-    }
+  for (int row = 0; row < kLanes; ++row) {
+    if (row & step) continue;
+    const Lanes low = rows[row], high = rows[row + step];
+    rows[row] = __builtin_shufflevector(low, high, ((lane & step) ? 16 + lane - step : lane)...);
+    rows[row + step] = __builtin_shufflevector(low, high, ((lane & step) ? 16 + lane : lane + step)...);
   }
+}
+
+// Makes columns of sixteen rows.
+inline void transpose(Lanes rows[kLanes]) {
+  constexpr auto kEach = std::make_index_sequence<kLanes>{};
+  exchange<1>(rows, kEach);
+  exchange<2>(rows, kEach);
+  exchange<4>(rows, kEach);
+  exchange<8>(rows, kEach);
 }
 
 }  // namespace jaxserve
