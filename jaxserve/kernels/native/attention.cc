@@ -2,7 +2,9 @@
 // blocks of keys (Milakov & Gimelshein 2018, alg. 3; Dao et al. 2022, alg. 1). A query's numbers
 // depend on nothing but its own sequence: blocks stand at fixed positions, and nothing is split.
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -322,6 +324,9 @@ ffi::Error Attention(ffi::AnyBuffer q_XQNH, ffi::AnyBuffer kv_C2KRH,
                      ffi::Buffer<ffi::S32> q_lens_X, ffi::Result<ffi::AnyBuffer> out_XQNH,
                      float scale, int64_t window, float soft_cap) {
   const auto q = q_XQNH.dimensions(), kv = kv_C2KRH.dimensions();
+  if (q.size() != 4 || kv.size() != 5 || kv[4] != q[3] || q[2] % kv[2]) {
+    return ffi::Error::InvalidArgument("the sizes of the queries and of the pool do not fit");
+  }
   const Call call{.page_table_XP = page_table_XP.typed_data(),
                   .q_starts_X = q_starts_X.typed_data(),
                   .q_lens_X = q_lens_X.typed_data(),
@@ -337,6 +342,11 @@ ffi::Error Attention(ffi::AnyBuffer q_XQNH, ffi::AnyBuffer kv_C2KRH,
                   .soft_cap = soft_cap};
   if (call.H % kLanes || call.H > kMaxHeadDim) {
     return ffi::Error::InvalidArgument("the head size is no multiple of 16, or above 512");
+  }
+  for (const ffi::DataType type : {q_XQNH.element_type(), kv_C2KRH.element_type()}) {
+    if (type != ffi::F32 && type != ffi::BF16) {
+      return ffi::Error::InvalidArgument("a dtype is neither float32 nor bfloat16");
+    }
   }
   const bool q_is_float = q_XQNH.element_type() == ffi::F32;
   const bool kv_is_float = kv_C2KRH.element_type() == ffi::F32;

@@ -4,6 +4,8 @@
 // A number is the sum of its K products in their order, whatever M and the other numbers are: rows
 // do not depend on the rows beside them.
 
+#include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <vector>
 
@@ -245,6 +247,9 @@ void multiply_columns(const BFloat16* x_MK, const Packed* x, int64_t M, int64_t 
 // K of 2 (of 32 where is_transposed).
 ffi::Error Dot(ffi::Buffer<ffi::BF16> x_MK, ffi::RemainingArgs weights,
                ffi::RemainingRets results, bool is_transposed) {
+  if (x_MK.dimensions().size() != 2 || weights.size() != results.size()) {
+    return ffi::Error::InvalidArgument("x is no matrix, or not every weight has a result");
+  }
   const int64_t M = x_MK.dimensions()[0], K = x_MK.dimensions()[1];
   const auto* x = static_cast<const BFloat16*>(x_MK.untyped_data());
   std::vector<Product> products;
@@ -254,8 +259,13 @@ ffi::Error Dot(ffi::Buffer<ffi::BF16> x_MK, ffi::RemainingArgs weights,
     const auto y = results.get<ffi::Buffer<ffi::F32>>(index);
     if (w.has_error()) return w.error();
     if (y.has_error()) return y.error();
-    const int64_t N = (*y)->dimensions()[1];
-    if (N % kPanel || K % (is_transposed ? kPanel : 2)) {
+    const auto w_sizes = w->dimensions(), y_sizes = (*y)->dimensions();
+    if (w_sizes.size() != 2 || y_sizes.size() != 2 || y_sizes[0] != M ||
+        w_sizes[is_transposed] != K || w_sizes[!is_transposed] != y_sizes[1]) {
+      return ffi::Error::InvalidArgument("the sizes of x, a weight and its result do not fit");
+    }
+    const int64_t N = y_sizes[1];
+    if (K == 0 || N % kPanel || K % (is_transposed ? kPanel : 2)) {
       return ffi::Error::InvalidArgument("a size is no multiple of what it must be");
     }
     products.push_back({static_cast<const BFloat16*>(w->untyped_data()), (*y)->typed_data(), N});
@@ -264,7 +274,7 @@ ffi::Error Dot(ffi::Buffer<ffi::BF16> x_MK, ffi::RemainingArgs weights,
 #ifdef __AVX512BF16__
   const auto* factors = reinterpret_cast<const Packed*>(x);
 #else
-  std::vector<float> numbers(M * K + kLanes);  // the last load may read beyond the last number
+  std::vector<float> numbers(M * K);
   for (int64_t i = 0; i < M * K; ++i) {
     numbers[i] = std::bit_cast<float>(uint32_t(x[i].bits) << 16);
   }

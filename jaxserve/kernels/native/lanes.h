@@ -92,22 +92,32 @@ inline Lanes exp_of_negative(Lanes x) {
   return select(is_tiny, Lanes{}, sum * (Lanes)power);
 }
 
+// Lanes of two: from 16 on a number is of the second.
+template <int32_t... lane>
+inline Lanes pick(Lanes first, Lanes second) {
+#ifdef __clang__
+  return __builtin_shufflevector(first, second, lane...);
+#else  // before version 12, GCC has this one alone
+  return __builtin_shuffle(first, second, IntLanes{lane...});
+#endif
+}
+
 // Exchanges, in each pair of rows `step` apart, the low row's lanes whose number has that bit with
 // the high row's whose number has not.
-template <int step, size_t... lane>
-inline void exchange(Lanes rows[kLanes], std::index_sequence<lane...>) {
+template <int step, int32_t... lane>
+inline void exchange(Lanes rows[kLanes], std::integer_sequence<int32_t, lane...>) {
 #pragma GCC unroll 16
   for (int row = 0; row < kLanes; ++row) {
     if (row & step) continue;
     const Lanes low = rows[row], high = rows[row + step];
-    rows[row] = __builtin_shufflevector(low, high, ((lane & step) ? 16 + lane - step : lane)...);
-    rows[row + step] = __builtin_shufflevector(low, high, ((lane & step) ? 16 + lane : lane + step)...);
+    rows[row] = pick<((lane & step) ? 16 + lane - step : lane)...>(low, high);
+    rows[row + step] = pick<((lane & step) ? 16 + lane : lane + step)...>(low, high);
   }
 }
 
 // Makes columns of sixteen rows.
 inline void transpose(Lanes rows[kLanes]) {
-  constexpr auto kEach = std::make_index_sequence<kLanes>{};
+  constexpr auto kEach = std::make_integer_sequence<int32_t, kLanes>{};
   exchange<1>(rows, kEach);
   exchange<2>(rows, kEach);
   exchange<4>(rows, kEach);

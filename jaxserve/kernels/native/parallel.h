@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <chrono>
 #include <cstdint>
 #include <thread>
 
+#include <pthread.h>
 #ifdef __linux__
 #include <sched.h>
 #endif
@@ -28,7 +30,11 @@ inline void pause_briefly() {
 class Team {
  public:
   static Team& get() {
-    static Team* team = new Team;  // never ends: its threads may be at work when the process does
+    // Never ends: its threads may be at work when the process does. They are not there in a fork.
+    static Team* team = [] {
+      pthread_atfork(nullptr, nullptr, [] { get().num_workers_ = 0; });
+      return new Team;
+    }();
     return *team;
   }
 
@@ -38,7 +44,7 @@ class Team {
   // threads; returns when all are done. Where another call is in here, the caller works alone.
   template <typename Piece>
   void run(int64_t num_pieces, const Piece& do_piece) {
-    if (num_pieces == 1 || num_workers_ == 0 || is_taken_.exchange(true, std::memory_order_acquire)) {
+    if (num_pieces <= 1 || num_workers_ == 0 || is_taken_.exchange(true, std::memory_order_acquire)) {
       for (int64_t piece = 0; piece < num_pieces; ++piece) do_piece(piece);
       return;
     }
@@ -47,12 +53,16 @@ class Team {
     };
     piece_of_ = &do_piece;
     num_pieces_ = num_pieces;
+    std::fegetenv(&environment_);
     next_.store(0, std::memory_order_relaxed);
     round_.fetch_add(1);  // odd: there is work
     if (num_asleep_.load() != 0) round_.notify_all();
     take_pieces();
     round_.fetch_add(1);  // even: nobody begins any more
-    while (num_inside_.load() != 0) pause_briefly();
+    for (int spins = 1; num_inside_.load() != 0; ++spins) {
+      // A worker that is long in coming back may be waiting for this core.
+      spins % 1024 ? pause_briefly() : std::this_thread::yield();
+    }
     is_taken_.store(false, std::memory_order_release);
   }
 
@@ -86,7 +96,10 @@ class Team {
       const uint64_t round = wait_for_round(seen);
       num_inside_.fetch_add(1);
       // Only now is it sure that the caller waits for this thread, if the round is still on.
-      if (round_.load() == round) take_pieces();
+      if (round_.load() == round) {
+        std::fesetenv(&environment_);
+        take_pieces();
+      }
       num_inside_.fetch_sub(1);
       seen = round;
     }
@@ -108,7 +121,7 @@ class Team {
     }
   }
 
-  const int64_t num_workers_;
+  int64_t num_workers_;
   std::atomic<bool> is_taken_{false};
   std::atomic<uint64_t> round_{0};
   std::atomic<int64_t> next_{0};
@@ -118,6 +131,8 @@ class Team {
   void (*do_piece_)(const void*, int64_t) = nullptr;
   const void* piece_of_ = nullptr;
   int64_t num_pieces_ = 0;
+  // XLA has its threads take subnormal numbers for 0: a piece must not depend on who computes it
+  std::fenv_t environment_;
 };
 
 }  // namespace jaxserve
