@@ -40,18 +40,17 @@ def choose_kernels(
     problem = _find_native_problem(platform)
     attention_problem = problem or find_problem(model.head_dim)
     matmul_problem = problem or _find_matmul_problem(model, dtype)
-    wants_attention = section.attention == "native" or (
-        section.attention == "auto" and not attention_problem
-    )
-    wants_matmul = section.matmul == "native" or (section.matmul == "auto" and not matmul_problem)
+    attention = section.attention
+    matmul = section.matmul
+    # Compiling takes seconds: what cannot be used anyway is not built.
+    wants_attention = attention in ("auto", "native") and not attention_problem
+    wants_matmul = matmul in ("auto", "native") and not matmul_problem
     if wants_attention or wants_matmul:
         try:
             load_native(cache_dir or default_cache_dir())
         except NativeUnavailableError as error:
-            problem = str(error)
-            attention_problem = matmul_problem = problem
-    attention = section.attention
-    matmul = section.matmul
+            attention_problem = attention_problem or str(error)
+            matmul_problem = matmul_problem or str(error)
     if attention == "native" and attention_problem:
         raise ConfigError(_explain("runner.attention", attention_problem))
     if matmul == "native" and matmul_problem:

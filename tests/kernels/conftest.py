@@ -6,6 +6,7 @@ from jaxserve.config import default_cache_dir
 from jaxserve.kernels.native import load_native
 
 
-@pytest.fixture(autouse=True, scope="session")
-def native() -> None:
-    load_native(default_cache_dir())
+@pytest.fixture(autouse=True)
+def native(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("native"):
+        load_native(default_cache_dir())

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def load_native(cache_dir: Path | None) -> None:
       cache_dir: None compiles each time.
 
     Raises:
-      NativeUnavailableError: no compiler, or it fails.
+      NativeUnavailableError: no compiler, or it fails; also where $CXX cannot be found.
     """
     if _loaded:
         return
@@ -57,8 +58,12 @@ def load_native(cache_dir: Path | None) -> None:
     digest = _digest(compiler)
     path = None if cache_dir is None else cache_dir / f"native-{digest}.so"
     if path is not None and path.exists():
-        _register(path)
-        return
+        try:
+            _register(path)
+        except NativeUnavailableError as error:
+            logger.warning("native kernels are built again error=%s", error)
+        else:
+            return
     with tempfile.TemporaryDirectory(prefix="jaxserve-native-") as folder:
         built = Path(folder) / "native.so"
         began_s = time.monotonic()
@@ -76,8 +81,12 @@ def load_native(cache_dir: Path | None) -> None:
 
 def find_compiler() -> tuple[str, ...] | None:
     """Returns the command of a C++ compiler: $CXX, the system's, or the extra's; None without."""
-    for name in (os.environ.get("CXX"), *COMPILERS):
-        if name and (found := shutil.which(name)):
+    if words := shlex.split(os.environ.get("CXX", "")):
+        if shutil.which(words[0]) is None:
+            raise NativeUnavailableError(f"$CXX is {words[0]}, which is not there; mend it")
+        return tuple(words)
+    for name in COMPILERS:
+        if found := shutil.which(name):
             return (found,)
     if importlib.util.find_spec("ziglang"):
         return (sys.executable, "-m", "ziglang", "c++")
@@ -88,7 +97,7 @@ def _digest(compiler: tuple[str, ...]) -> str:
     # What the compiler predefines tells its version and this machine's instructions.
     macros = _run([*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
     headers = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api"
-    hashed = hashlib.sha256(macros)
+    hashed = hashlib.sha256(macros + b"\0".join(word.encode() for word in (*compiler, *FLAGS)))
     files = [*headers.glob("*.h"), *HERE.glob("*.h"), *map(HERE.joinpath, SOURCES)]
     for path in sorted(files):
         hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -99,10 +108,14 @@ def _run(command: Sequence[str]) -> bytes:
     try:
         done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailableError(f"{command[0]} cannot be run: {error}") from error
+        raise NativeUnavailableError(
+            f"the C++ compiler {command[0]} cannot be run: {error}"
+        ) from error
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()[-1000:]
-        raise NativeUnavailableError(f"{command[0]} ended with {done.returncode}: {said}")
+        raise NativeUnavailableError(
+            f"the C++ compiler {command[0]} ended with {done.returncode}: {said or 'no message'}"
+        )
     return done.stdout
 
 
@@ -110,9 +123,9 @@ def _keep(built: Path, path: Path) -> Path:
     """Returns where the library is now: in the cache, or where it was if that cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(built.read_bytes())
-        Path(file.name).replace(path)  # another process may do the same at the same time
+        # Another process may do the same at the same time: each makes a file, and the last stays.
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="native-") as folder:
+            shutil.copyfile(built, Path(folder) / path.name).replace(path)
     except OSError as error:
         logger.warning("native kernels cannot be kept path=%s error=%r", path, error)
         return built
