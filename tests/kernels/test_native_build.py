@@ -1,5 +1,6 @@
 """From C++ to a library: what is kept, what is built again, and what is said when it cannot be."""
 
+import importlib.util
 import logging
 import os
 import platform
@@ -52,7 +53,7 @@ def compiler_that(tmp_path: Path, script: str) -> str:
 
 def test_without_a_compiler_the_error_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         NativeUnavailableError, match=r"no C\+\+ compiler: install .*jaxserve\[ffi]"
     ):
@@ -61,7 +62,7 @@ def test_without_a_compiler_the_error_names_the_fix(monkeypatch: pytest.MonkeyPa
 
 def test_without_the_systems_compiler_the_extras_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert build.find_compiler() == (sys.executable, "-m", "ziglang", "c++")
 
 
