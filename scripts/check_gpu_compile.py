@@ -24,6 +24,7 @@ from scripts import h200  # first: it sets jax up
 import jax  # isort: skip
 
 from jaxserve.config import Config
+from jaxserve.kernels.choice import Kernels
 from jaxserve.kernels.paged_attention import Impl
 from jaxserve.model.config import MAX_EOS_IDS
 from jaxserve.runner.buckets import build_scheme
@@ -67,7 +68,7 @@ def build_spec(
         max_logit_bias=config.limits.max_logit_bias,
         max_ban_ids=config.limits.max_stop_token_ids + MAX_EOS_IDS,
         max_logprobs=config.limits.max_logprobs,
-        attention=attention,
+        kernels=Kernels(attention=attention),
     )
     return spec, program_keys(spec, scheme, has_host_tier=True)
 

@@ -308,10 +308,14 @@ class RunnerSection(Section):
     overlap: bool = pydantic.Field(
         True, description="Launch step n+1 before step n's result is read."
     )
-    attention: Literal["auto", "reference", "xla", "triton"] = pydantic.Field(
+    attention: Literal["auto", "reference", "xla", "native", "triton"] = pydantic.Field(
         "auto",
-        description="Attention implementation; auto is xla. triton is for a GPU; on a CPU its "
-        "kernel is interpreted, slowly.",
+        description="Attention implementation; auto is native on a CPU with a C++ compiler, else "
+        "xla. triton is for a GPU; on a CPU its kernel is interpreted, slowly.",
+    )
+    matmul: Literal["auto", "xla", "native"] = pydantic.Field(
+        "auto",
+        description="Products of few rows with bfloat16 weights; auto as for attention.",
     )
     compile_threads: int = pydantic.Field(2, ge=1, le=64, description="Threads that compile.")
     cache_dir: Path | None = pydantic.Field(

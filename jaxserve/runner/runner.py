@@ -39,6 +39,7 @@ from jaxserve.runner.batch import (
 from jaxserve.runner.buckets import VARIANTS, OutputBucket, Reach
 from jaxserve.runner.host_store import HostStore
 from jaxserve.runner.in_flight import LaunchedStep
+from jaxserve.runner.kernel_choice import choose_kernels
 from jaxserve.runner.memory import (
     choose_dtypes,
     find_platform,
@@ -120,6 +121,13 @@ class Runner:
             model_config,
             config,
             dtypes=(dtype, kv_dtype),
+            kernels=choose_kernels(
+                model_config,
+                config,
+                dtype=dtype,
+                platform=find_platform(),
+                cache_dir=cache_dir,
+            ),
             programs=self._programs,
             compile_keys=compile_keys,
         )

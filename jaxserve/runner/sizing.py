@@ -7,7 +7,7 @@ import jax
 
 from jaxserve.config import Config
 from jaxserve.host_pages import MAX_SWAP_IN, MAX_SWAP_OUT
-from jaxserve.kernels.paged_attention import Impl
+from jaxserve.kernels.choice import Kernels
 from jaxserve.model.config import MAX_EOS_IDS, ModelConfig
 from jaxserve.model.masks import num_words
 from jaxserve.model.params import num_param_bytes
@@ -47,6 +47,7 @@ def size_runner(
     config: Config,
     *,
     dtypes: tuple[DtypeName, DtypeName],
+    kernels: Kernels,
     programs: Programs,
     compile_keys: Compile,
 ) -> RunnerSizes:
@@ -54,6 +55,7 @@ def size_runner(
 
     Args:
       dtypes: of the weights and of the pool.
+      kernels: as `choose_kernels` has them.
       compile_keys: puts programs into `programs`.
 
     Raises:
@@ -64,7 +66,11 @@ def size_runner(
 
     def find_free_bytes() -> int:
         stats = jax.devices()[0].memory_stats()
-        needed = _needed_bytes(model, config, dtypes, programs, compile_keys) if stats else 0
+        needed = 0
+        if stats:
+            needed = _needed_bytes(
+                model, config, dtypes, kernels=kernels, programs=programs, compile_keys=compile_keys
+            )
         return free_device_bytes(stats, needed_bytes=needed)
 
     num_pages = choose_num_pages(config, page_bytes=page_bytes, free_bytes=find_free_bytes)
@@ -74,7 +80,7 @@ def size_runner(
         config, model_limit=model.max_position, num_pages=num_pages, page_bytes=page_bytes
     )
     num_host_pages = choose_num_host_pages(config.host_tier, page_bytes=page_bytes)
-    sizes = _build_sizes(model, config, dtypes, num_pages, max_model_tokens)
+    sizes = _build_sizes(model, config, dtypes, num_pages, max_model_tokens, kernels=kernels)
     return dataclasses.replace(sizes, num_host_pages=num_host_pages)
 
 
@@ -84,6 +90,8 @@ def _build_sizes(
     dtypes: tuple[DtypeName, DtypeName],
     num_pages: int,
     max_model_tokens: int,
+    *,
+    kernels: Kernels,
 ) -> RunnerSizes:
     scheme = build_scheme(
         config,
@@ -105,28 +113,19 @@ def _build_sizes(
         max_logit_bias=config.limits.max_logit_bias,
         max_ban_ids=config.limits.max_stop_token_ids + MAX_EOS_IDS,
         max_logprobs=config.limits.max_logprobs,
-        attention=choose_attention(config, platform=jax.default_backend()),
+        kernels=kernels,
     )
     return RunnerSizes(
         spec=spec, scheme=scheme, max_model_tokens=max_model_tokens, num_host_pages=0
     )
 
 
-def choose_attention(config: Config, *, platform: str) -> Impl:
-    """Returns the implementation to run; what is written for a GPU is interpreted elsewhere."""
-    match config.runner.attention:
-        case "auto":
-            return "xla"  # nothing else is measured yet
-        case "triton" if platform != "gpu":
-            return "triton_interpret"
-        case named:
-            return named
-
-
 def _needed_bytes(
     model: ModelConfig,
     config: Config,
     dtypes: tuple[DtypeName, DtypeName],
+    *,
+    kernels: Kernels,
     programs: Programs,
     compile_keys: Compile,
 ) -> int:
@@ -134,7 +133,7 @@ def _needed_bytes(
     the largest programs over a pool of one sequence."""
     max_model_tokens = config.model.max_model_tokens or model.max_position
     num_pages = 1 + -(-max_model_tokens // config.kv.page_size)
-    sizes = _build_sizes(model, config, dtypes, num_pages, max_model_tokens)
+    sizes = _build_sizes(model, config, dtypes, num_pages, max_model_tokens, kernels=kernels)
     keys = program_keys(sizes.spec, sizes.scheme)
     kinds = ("forward", "output", "score")
     largest = tuple(next(key for key in keys if key.kind == kind) for kind in kinds)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from jaxserve.kernels.paged_attention import Impl
+from jaxserve.kernels.choice import Kernels
 from jaxserve.model.config import ModelConfig
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -22,7 +22,7 @@ class RunnerSpec:
       max_step_tokens: rows of the hidden-state buffer.
       max_logprobs: alternatives that come back with a token's log-probability.
       max_ban_ids: ids that a request may hold off (stop ids and EOS) while it has few outputs.
-      attention: the implementation, already chosen.
+      kernels: the implementations, already chosen.
     """
 
     model: ModelConfig
@@ -38,7 +38,7 @@ class RunnerSpec:
     max_logit_bias: int
     max_ban_ids: int
     max_logprobs: int
-    attention: Impl
+    kernels: Kernels
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int, int]:

@@ -51,7 +51,7 @@ def forward_step(
         config=spec.model,
         num_single_rows=bucket.decode_seqs,
         tile=spec.chunk_tile,
-        attention=spec.attention,
+        kernels=spec.kernels,
     )
     hidden_TD = lax.dynamic_update_slice(hidden_TD, new_TD, (0, 0))
     return kv, page_table_BP, hidden_TD, jnp.zeros((), jnp.int32)
@@ -140,7 +140,7 @@ def score_step(head: Params, hidden_TD: Array, rows_2W: Array, *, spec: RunnerSp
 
 def _logits_at(head: Params, hidden_TD: Array, hidden_index_R: Array, *, spec: RunnerSpec) -> Array:
     hidden_RD = hidden_TD.at[hidden_index_R].get(mode="clip")
-    return logits(head, hidden_RD, config=spec.model)
+    return logits(head, hidden_RD, config=spec.model, matmul=spec.kernels.matmul)
 
 
 def _logprob_columns(logits_RV: Array, token_R: Array, *, spec: RunnerSpec) -> Array:

@@ -22,7 +22,13 @@ from tests.oracle import oracle_attention
 # bfloat16: inputs are exact in both, but the weights and the output are rounded to 8 bits, twice.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1.2e-2}
 
-IMPLS = ("reference", "xla", "triton_interpret", pytest.param("triton", marks=pytest.mark.gpu))
+IMPLS = (
+    "reference",
+    "xla",
+    "triton_interpret",
+    pytest.param("native", marks=pytest.mark.native),
+    pytest.param("triton", marks=pytest.mark.gpu),
+)
 
 
 @dataclasses.dataclass(frozen=True)

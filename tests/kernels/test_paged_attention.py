@@ -121,11 +121,12 @@ def test_a_step_of_padding_alone_gives_zeros(impl: Impl) -> None:
     np.testing.assert_array_equal(out_TNH, np.zeros_like(out_TNH))
 
 
-def test_a_row_is_the_same_bit_for_bit_beside_a_much_longer_one() -> None:
+@pytest.mark.parametrize("impl", IMPLS[1:])
+def test_a_row_is_the_same_bit_for_bit_beside_a_much_longer_one(impl: Impl) -> None:
     short, long = Case(1, 9), Case(1, 90)
     alone = build_step([short], PAIRS, page=4)
     both = build_step([short, long], PAIRS, page=4)
-    out_alone, out_both = (attend(step, PAIRS, impl="xla") for step in (alone, both))
+    out_alone, out_both = (attend(step, PAIRS, impl=impl) for step in (alone, both))
     np.testing.assert_array_equal(out_alone[0], out_both[0])
 
 
@@ -136,6 +137,42 @@ def test_queries_wider_than_the_pool_come_out_in_their_own_dtype(impl: Impl) -> 
     out_TNH = attend(step, PAIRS, impl=impl)
     assert out_TNH.dtype == np.float32
     assert largest_error(step, out_TNH) < TOLERANCE["float32"]  # nothing was rounded on the way
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_native_query_is_the_same_bit_for_bit_in_a_tile_and_alone(dtype: str) -> None:
+    layout = Layout(num_single_rows=40, num_tiles=3, tile=16, num_pages=30, width=8)
+    step = build_step([Case(40, 100)], layout, page=16, heads=(6, 2), dtype=dtype)
+    step.page_table_XP[:40] = step.page_table_XP[40]
+    step.q_starts_X[:40], step.q_lens_X[:40] = np.arange(60, 100), 1
+    step.q_TNH[:40] = step.q_TNH[step.tokens[0]]
+    for window in (None, 37):
+        out_TNH = attend(step, layout, impl="native", window=window)
+        np.testing.assert_array_equal(out_TNH[:40], out_TNH[step.tokens[0]])
+
+
+@pytest.mark.native
+def test_a_nan_of_a_sequence_stays_its_own() -> None:
+    step = build_step([Case(1, 40), Case(1, 33)], PAIRS, page=4)
+    wanted_TNH = attend(step, PAIRS, impl="native")
+    for place in (0, 1):  # K, V
+        spoiled = dataclasses.replace(step, kv_C2KRH=step.kv_C2KRH.copy())
+        spoiled.kv_C2KRH[step.page_table_XP[0, 5], place, :, 2] = np.nan
+        out_TNH = attend(spoiled, PAIRS, impl="native")
+        assert np.isnan(out_TNH[0]).all()
+        np.testing.assert_array_equal(out_TNH[1], wanted_TNH[1])
+
+
+@pytest.mark.native
+def test_subnormal_numbers_are_the_same_on_every_thread() -> None:
+    layout = Layout(num_single_rows=64, num_tiles=0, tile=1, num_pages=70, width=2)
+    step = build_step([Case(1, 4)], layout, page=4)
+    step.kv_C2KRH *= np.float32(1e-38)
+    step.q_TNH[:] = step.q_TNH[0]
+    step.page_table_XP[:], step.q_starts_X[:], step.q_lens_X[:] = step.page_table_XP[0], 3, 1
+    out_TNH = attend(step, layout, impl="native")
+    np.testing.assert_array_equal(out_TNH, np.broadcast_to(out_TNH[:1], out_TNH.shape))
 
 
 def test_wrong_layouts_are_refused_by_name() -> None:

@@ -44,6 +44,8 @@ Samples = Mapping[str, float]  # label values, joined by commas, to a value; 0 w
 DEVICE_CONFIG: Final = load_config(
     flags={
         "model.dtype": "float32",
+        "runner.attention": "xla",
+        "runner.matmul": "xla",
         "model.max_model_tokens": 64,
         "kv.page_size": 4,
         "kv.num_pages": 33,
@@ -413,8 +415,8 @@ def test_what_runs_is_told_in_labels(device: Metrics) -> None:
     assert config.value == 1
     assert config.labels == {
         "model": "tiny", "architecture": "llama", "quantization": config.labels["quantization"],
-        "dtype": "float32", "kv_dtype": "float32", "attention": "xla", "page_size": "4",
-        "max_seqs": "4", "max_model_tokens": "64",
+        "dtype": "float32", "kv_dtype": "float32", "attention": "xla", "matmul": "xla",
+        "page_size": "4", "max_seqs": "4", "max_model_tokens": "64",
         "mechanisms": "continuous_batching,on_demand_pages,chunked_prefill,overlap,buckets,"
         "prefix_cache",
     }  # fmt: skip

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxserve.config import Config
+from jaxserve.kernels.choice import Kernels
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import Params, init_params
@@ -73,6 +74,7 @@ def tiny_sizes() -> RunnerSizes:
         MODEL,
         CONFIG,
         dtypes=("float32", "float32"),
+        kernels=Kernels(),
         programs=Programs(Metrics()),
         compile_keys=lambda keys: None,  # the pool's pages are given, so nothing is measured
     )

@@ -13,11 +13,13 @@ from jax import numpy as jnp
 
 from jaxserve.config import Config
 from jaxserve.errors import CapacityError, RecompileError
+from jaxserve.kernels.choice import Kernels
 from jaxserve.metrics import Metrics
 from jaxserve.model.params import Params
 from jaxserve.runner.batch import SCORE_WIDTH
 from jaxserve.runner.buckets import Reach
 from jaxserve.runner.compile_cache import persistent_cache, versioned_folder
+from jaxserve.runner.kernel_choice import choose_attention
 from jaxserve.runner.programs import (
     ProgramKey,
     Programs,
@@ -27,7 +29,7 @@ from jaxserve.runner.programs import (
 )
 from jaxserve.runner.results import num_logprob_columns
 from jaxserve.runner.runner import Runner
-from jaxserve.runner.sizing import RunnerSizes, choose_attention, size_runner
+from jaxserve.runner.sizing import RunnerSizes, size_runner
 from tests.runner.driver import CONFIG, MODEL, Driver, oracle_tokens, prompt_of
 
 # A value of each configuration field that programs depend on, other than CONFIG's.
@@ -93,6 +95,7 @@ def _sizes(config: Config) -> RunnerSizes:
         MODEL,
         config,
         dtypes=(model_dtype, kv_dtype),
+        kernels=Kernels(),
         programs=Programs(Metrics()),
         compile_keys=compile_nothing,
     )
@@ -140,7 +143,8 @@ def test_every_field_that_a_program_can_see_is_in_one_table() -> None:
 def test_an_attention_that_needs_a_gpu_is_interpreted_elsewhere(
     named: str, platform: str, chosen: str
 ) -> None:
-    assert choose_attention(_with("runner.attention", named), platform=platform) == chosen
+    config = _with("runner.attention", named)
+    assert choose_attention(config, has_native=False, platform=platform) == chosen
 
 
 def test_the_pool_of_so_many_bytes_is_in_the_key() -> None:

@@ -7,11 +7,11 @@ import jax
 from jax import numpy as jnp
 
 from jaxserve.errors import ShapeError
-from jaxserve.kernels.paged_attention import reference, xla
+from jaxserve.kernels.paged_attention import native, reference, xla
 from jaxserve.shapes import check_shapes
 
 # "triton" needs a CUDA GPU; "triton_interpret" is its kernel run as plain XLA operations, slowly.
-Impl = Literal["reference", "xla", "triton", "triton_interpret"]
+Impl = Literal["reference", "xla", "native", "triton", "triton_interpret"]
 
 
 class Attend(Protocol):
@@ -126,6 +126,8 @@ def _attend_of(impl: Impl, split_len: int | None) -> Attend:
             return reference.attend
         case "xla":
             return xla.attend
+        case "native":
+            return native.attend
         case "triton" | "triton_interpret":
             # Imported where it is chosen: Pallas takes a moment that no other start-up should pay.
             from jaxserve.kernels.paged_attention import triton
