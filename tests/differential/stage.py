@@ -30,12 +30,14 @@ MODEL = ModelConfig(
     layers=(LayerConfig(rope=RopeConfig(theta=10000.0)),) * 3,
     tied_head=False,
 )
+# Of sizes that the native products take.
+EVEN_MODEL = dataclasses.replace(MODEL, hidden_size=64, mlp_size=160)
 EOS_ID = 130
 
 
 @functools.cache
-def tiny_params(dtype: str = "float32") -> Params:
-    return init_params(MODEL, jax.random.key(3), dtype)
+def tiny_params(dtype: str = "float32", model: ModelConfig = MODEL) -> Params:
+    return init_params(model, jax.random.key(3), dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,12 @@ class Shape:
     chunk: int
     decode_seqs: tuple[int, ...]
     dtype: str = "float32"
+    attention: str = "xla"
+    matmul: str = "xla"
+
+    @property
+    def model(self) -> ModelConfig:
+        return EVEN_MODEL if self.matmul == "native" else MODEL
 
     @property
     def config(self) -> Config:
@@ -61,14 +69,22 @@ class Shape:
                     "chunk_tile": tile,
                 },
                 "limits": {"max_logit_bias": 4, "max_stop_token_ids": 4},
-                "runner": {"forbid_recompile": True},
+                "runner": {
+                    "forbid_recompile": True,
+                    "attention": self.attention,
+                    "matmul": self.matmul,
+                },
             }
         )
 
 
 def build_runner(shape: Shape, cache_dir: Path) -> Runner:
     return Runner(
-        tiny_params(shape.dtype), MODEL, shape.config, metrics=Metrics(), cache_dir=cache_dir
+        tiny_params(shape.dtype, shape.model),
+        shape.model,
+        shape.config,
+        metrics=Metrics(),
+        cache_dir=cache_dir,
     )
 
 
