@@ -14,6 +14,7 @@ from jax import numpy as jnp
 from jaxserve.config import Config
 from jaxserve.errors import CapacityError, RecompileError
 from jaxserve.kernels.choice import Kernels
+from jaxserve.kernels.dot import MatmulImpl
 from jaxserve.metrics import Metrics
 from jaxserve.model.params import Params
 from jaxserve.runner.batch import SCORE_WIDTH
@@ -63,6 +64,9 @@ CHANGES_NOTHING: dict[str, object] = {
     "scheduler.ageing_s": 1.0,
     "scheduler.max_preemptions": 2,
     "scheduler.target_itl_s": 0.1,
+    "scheduler.fair_credit_tokens": 5,
+    "scheduler.prefix_order": True,
+    "scheduler.prefix_max_overtakes": 3,
     "model.chat_template": "elsewhere",
     "model.tool_parser": "none",
     "model.reasoning_parser": "none",
@@ -85,7 +89,7 @@ def _with(field: str, value: object) -> Config:
     return Config.model_validate(values)
 
 
-def _sizes(config: Config) -> RunnerSizes:
+def _sizes(config: Config, *, matmul: MatmulImpl = "xla") -> RunnerSizes:
     def compile_nothing(keys: tuple[ProgramKey, ...]) -> None:
         raise AssertionError(f"sizing must not compile {keys} on CPU")
 
@@ -95,14 +99,16 @@ def _sizes(config: Config) -> RunnerSizes:
         MODEL,
         config,
         dtypes=(model_dtype, kv_dtype),
-        kernels=Kernels(),
+        kernels=Kernels(
+            attention=choose_attention(config, has_native=False, platform="cpu"), matmul=matmul
+        ),
         programs=Programs(Metrics()),
         compile_keys=compile_nothing,
     )
 
 
-def _keys(config: Config) -> set[ProgramKey]:
-    sizes = _sizes(config)
+def _keys(config: Config, *, matmul: MatmulImpl = "xla") -> set[ProgramKey]:
+    sizes = _sizes(config, matmul=matmul)
     has_host_tier = sizes.num_host_pages > 0
     return set(program_keys(sizes.spec, sizes.scheme, has_host_tier=has_host_tier))
 
@@ -110,6 +116,10 @@ def _keys(config: Config) -> set[ProgramKey]:
 @pytest.mark.parametrize("field", CHANGES_PROGRAMS)
 def test_a_field_that_changes_a_program_changes_its_key(field: str) -> None:
     assert _keys(_with(field, CHANGES_PROGRAMS[field])) != _keys(CONFIG)
+
+
+def test_the_kernel_of_the_products_is_in_the_key() -> None:
+    assert _keys(CONFIG, matmul="native").isdisjoint(_keys(CONFIG, matmul="xla"))
 
 
 @pytest.mark.parametrize("field", CHANGES_NOTHING)
@@ -125,8 +135,9 @@ def test_every_field_that_a_program_can_see_is_in_one_table() -> None:
         for name in type(getattr(CONFIG, section)).model_fields
     }
     known = CHANGES_PROGRAMS.keys() | CHANGES_NOTHING.keys()
-    # The pool's bytes only choose the number of pages, which CONFIG gives.
-    assert fields - known == {"kv.pool_bytes"}
+    # The pool's bytes only choose the number of pages, which CONFIG gives; the products' kernel is
+    # chosen of bfloat16 weights alone.
+    assert fields - known == {"kv.pool_bytes", "runner.matmul"}
     assert not CHANGES_PROGRAMS.keys() & CHANGES_NOTHING.keys()
 
 
