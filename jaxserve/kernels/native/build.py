@@ -127,7 +127,7 @@ def _keep(built: Path, path: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="native-") as folder:
             shutil.copyfile(built, Path(folder) / path.name).replace(path)
     except OSError as error:
-        logger.warning("native kernels cannot be kept path=%s error=%r", path, error)
+        logger.info("native kernels cannot be kept path=%s error=%r", path, error)
         return built
     return path
 
