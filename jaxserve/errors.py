@@ -23,6 +23,7 @@ JaxserveError
 │   ├── NoChatTemplateError      chat was asked of a model without a template
 │   ├── QueueFullError           the waiting queue is at its limit
 │   ├── SlowReaderError          the client reads slower than the stream's buffer allows
+│   ├── DeadlineUnreachableError the deadline cannot be met, so that nothing was begun
 │   ├── DeadlineError            the deadline passed before the first token
 │   └── NumericsError            this request's logits were not finite
 ├── RequestCancelledError    ended from outside by its id; there is no output that could stand
@@ -200,6 +201,20 @@ class SlowReaderError(RequestError):
     where together they left more than `limits.total_buffer_bytes`."""
 
     reason = "SLOW_READER"
+
+
+class DeadlineUnreachableError(RequestError):
+    """By the times of steps, what is due of the request cannot be met; nothing of it was begun.
+
+    Attributes:
+      retry_after_s: seconds after which a retry has a chance.
+    """
+
+    reason = "DEADLINE_UNREACHABLE"
+
+    def __init__(self, message: str, *, field: str = "", retry_after_s: float = 1.0) -> None:
+        super().__init__(message, field=field)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineError(RequestError):

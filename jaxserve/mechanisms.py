@@ -25,6 +25,7 @@ class Mechanism:
       off: its value that takes the mechanism away.
       counters: samples of `metrics.py`: each above 0 after a run that could use it, 0 while off.
       in_baseline: kept on by configs/baseline.toml, because serving is not sane without it.
+      needs: the mechanism without which it does nothing.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Mechanism:
     off: str | bool
     counters: tuple[str, ...]
     in_baseline: bool = False
+    needs: str | None = None
 
     def is_on(self, config: Config) -> bool:
         """Whether `config` turns it on."""
@@ -97,6 +99,32 @@ MECHANISMS = (
         off=False,
         counters=("bucketed_steps_total",),
     ),
+    Mechanism(
+        name="prefix_cache",
+        purpose="Computed prompts are kept while there is room, and reused by those that follow.",
+        key="prefix_cache.enabled",
+        on=True,
+        off=False,
+        counters=("prefix_cache_queries_total", "prefix_cache_reused_tokens_total"),
+    ),
+    Mechanism(
+        name="prefix_order",
+        purpose="Who waits and has more of its prompt in the prefix cache starts first.",
+        key="scheduler.prefix_order",
+        on=True,
+        off=False,
+        counters=("reordered_starts_total",),
+        needs="prefix_cache",
+    ),
+    Mechanism(
+        name="host_tier",
+        purpose="Pages that the prefix cache drops go to host memory, and come back by copy.",
+        key="host_tier.enabled",
+        on=True,
+        off=False,
+        counters=("host_tier_pages_out_total", "host_tier_pages_in_total"),
+        needs="prefix_cache",
+    ),
 )
 
 
@@ -148,6 +176,75 @@ PAIRS: Mapping[frozenset[str], Pair] = dict(
             "Chunk sizes are bucketed, beside a few sizes of decoding rows only.",
         ),
         _works("overlap", "buckets", "Every shape is compiled before the first step."),
+        _works(
+            "prefix_cache",
+            "continuous_batching",
+            "Who joins takes the pages that are there, before it takes new ones.",
+        ),
+        _works(
+            "prefix_cache",
+            "on_demand_pages",
+            "A kept page that nobody holds counts as free; whoever needs it drops it. With pages "
+            "reserved ahead, what is taken from the cache is not reserved.",
+        ),
+        _works(
+            "prefix_cache",
+            "chunked_prefill",
+            "Each chunk's full pages are kept when its step has retired; the first chunk begins "
+            "behind what was found.",
+        ),
+        _works(
+            "prefix_cache",
+            "overlap",
+            "Nothing is found before the step that writes it has retired.",
+        ),
+        _works(
+            "prefix_cache", "buckets", "The rest of a prompt runs in the bucket of its own length."
+        ),
+        _works(
+            "prefix_order",
+            "continuous_batching",
+            "Who joins is chosen among the first that wait; with static batching, each member.",
+        ),
+        _works(
+            "prefix_order",
+            "on_demand_pages",
+            "Who is chosen waits for its pages like the first; who gave pages up is not overtaken.",
+        ),
+        _works("prefix_order", "chunked_prefill", "Only the order of first chunks is another."),
+        _works("prefix_order", "overlap", "What steps in flight will leave does not count yet."),
+        _works("prefix_order", "buckets", "The order is in no program's shape."),
+        _works("prefix_order", "prefix_cache", "It asks the cache what a start would be spared."),
+        _works(
+            "prefix_order", "host_tier", "What would come back from host memory counts as cached."
+        ),
+        _works(
+            "host_tier",
+            "continuous_batching",
+            "Who joins has its pages copied back in its first step, before anything is computed.",
+        ),
+        _works(
+            "host_tier",
+            "on_demand_pages",
+            "What comes back is copied into pages that are taken as for tokens to compute.",
+        ),
+        _works(
+            "host_tier",
+            "chunked_prefill",
+            "The first chunk begins behind what is copied back.",
+        ),
+        _works(
+            "host_tier",
+            "overlap",
+            "A page is read on the device before the step that is given it; it can be found in "
+            "host memory once that step has retired, and likewise in the pool when it is back.",
+        ),
+        _works("host_tier", "buckets", "Its two programs have one width."),
+        _works(
+            "host_tier",
+            "prefix_cache",
+            "Host memory continues the cache's tree: the same keys, identities and comparisons.",
+        ),
     ]
 )
 
@@ -165,9 +262,19 @@ def find_conflicts(
     mechanisms: tuple[Mechanism, ...] = MECHANISMS,
     pairs: Mapping[frozenset[str], Pair] = PAIRS,
 ) -> list[str]:
-    """Returns a line for each two mechanisms that are on and refused, or were never looked at."""
+    """Returns a line for each mechanism that is on without what it needs, and for each two that are
+    refused, or were never looked at."""
     conflicts = []
     active = active_mechanisms(config, mechanisms=mechanisms)
+    names = {mechanism.name for mechanism in active}
+    for mechanism in active:
+        if mechanism.needs and mechanism.needs not in names:
+            needed = next(other for other in mechanisms if other.name == mechanism.needs)
+            conflicts.append(
+                f"{mechanism.name} does nothing without {needed.name}; "
+                f"set {needed.key} = {json.dumps(needed.on)} "
+                f"or {mechanism.key} = {json.dumps(mechanism.off)}"
+            )
     for first, second in itertools.combinations(active, 2):
         pair = pairs.get(frozenset((first.name, second.name)))
         if pair is None or pair.verdict == "refused":
@@ -189,7 +296,8 @@ def check_mechanisms(
     """Returns the active mechanisms, once all of them are known to work together.
 
     Raises:
-      ConfigError: two that are on are refused together, or were never looked at together.
+      ConfigError: one that is on lacks what it needs, or two are refused together, or were never
+        looked at together.
     """
     conflicts = find_conflicts(config, mechanisms=mechanisms, pairs=pairs)
     if conflicts:

@@ -10,6 +10,7 @@ from typing import Final, Literal, Protocol
 
 import numpy as np
 
+from jaxserve.host_pages import HostPages
 from jaxserve.request import SamplingParams
 
 
@@ -61,9 +62,10 @@ class PromptScoring:
     num_top: int
 
 
-@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+@dataclasses.dataclass(slots=True)
 class Chunk:
-    """One sequence's tokens in one step: positions [start, start + num_tokens).
+    """One sequence's tokens in one step: positions [start, start + num_tokens). Nobody changes it;
+    it is not frozen, and its fields have places, because that costs nine times as much to make.
 
     Attributes:
       row: the sequence's state row.
@@ -104,6 +106,7 @@ class RowLoad:
 
     Attributes:
       pages: the sequence's whole page table, with this step's new pages.
+      num_cached: leading tokens whose K/V is in them already, once this step's copies are made.
       stop_ids: banned until `sampling.min_tokens` outputs exist.
       prompt: for the penalties' counts; empty when the request has no penalties.
       output: likewise: the tokens sampled before a preemption.
@@ -118,25 +121,51 @@ class RowLoad:
     stop_ids: tuple[int, ...]
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
+    num_cached: int = 0
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class PageCopy:
-    """Copy one whole pool page to another, before the forward: which may write into either."""
+    """Copy one whole pool page to another, before the forward: which may write into either.
+
+    The target is new with this plan, in a chunk's `new_pages` or in a row load's table.
+    """
 
     source: int
     target: int
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class PageOut:
+    """Copy one pool page to host memory, as it is before this step writes anything. The host page
+    holds it once the step's result has been read."""
+
+    page: int
+    host_page: int
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class PageIn:
+    """Copy a page of host memory to one of the pool, before the forward.
+
+    The host page is read by `launch`, which may give it another content later. The target is new
+    with this plan, in a row load's table.
+    """
+
+    host_page: int
+    page: int
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class StepPlan:
-    """The work of one step.
+    """The work of one step; order: swap-out, swap-in, copies, forward.
 
     Attributes:
       step_id: rises by one with each plan that has work.
       chunks: one-token chunks first, then longer ones; at most one a sequence.
       row_loads: state rows to fill first.
       copies: page copies to do first.
+      swap_out, swap_in: pages to and from host memory, before the copies.
       preempted: ids of sequences that lost their row and pages in this step's planning.
       retire_first: why nothing could be planned until a launched step retires; None otherwise.
     """
@@ -145,6 +174,8 @@ class StepPlan:
     chunks: tuple[Chunk, ...] = ()
     row_loads: tuple[RowLoad, ...] = ()
     copies: tuple[PageCopy, ...] = ()
+    swap_out: tuple[PageOut, ...] = ()
+    swap_in: tuple[PageIn, ...] = ()
     preempted: tuple[int, ...] = ()
     retire_first: str | None = None
 
@@ -291,6 +322,11 @@ class Runner(Protocol):
     @property
     def num_pages(self) -> int:
         """Pages in the pool, the padding page 0 among them."""
+        ...
+
+    @property
+    def host_pages(self) -> HostPages | None:
+        """Host memory for pages that the pool drops; None where there is none."""
         ...
 
     def launch(self, plan: StepPlan, laps: Laps = NO_LAPS) -> InFlight:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from jaxserve.errors import JaxserveError
+from jaxserve.identity import CacheIdentity
 
 
 class FinishReason(enum.Enum):
@@ -148,6 +149,7 @@ class GenerationRequest:
       structured_output: the form of the output; None is free.
       tenant: whose it is, as the server knows it from the credentials; "" where there are none.
         Ids of requests are the tenant's own.
+      cache_salt: its K/V is shared only with requests of the same salt; "" is none.
       on_end: told once of the end of a request that was accepted, on the engine's thread, after its
         stream was: it must return at once and raise nothing. None costs nothing.
     """
@@ -160,6 +162,7 @@ class GenerationRequest:
     priority: int = 0
     deadline_s: float | None = None
     queue_timeout_s: float | None = None
+    cache_salt: str = ""
     on_end: "Callable[[RequestEnd], None] | None" = dataclasses.field(
         default=None, compare=False, repr=False
     )
@@ -194,6 +197,7 @@ class Sequence:
       row: the state row owned while RUNNING.
       last_step: step_id of the last plan it was in; 0 before the first.
       num_lost: leading tokens that were computed before a preemption took their pages.
+      num_overtaken: how often another started before it for what the prefix cache has of that.
     """
 
     id: int
@@ -208,6 +212,7 @@ class Sequence:
     num_preemptions: int = 0
     last_step: int = 0
     num_lost: int = 0
+    num_overtaken: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -217,6 +222,16 @@ class Sequence:
         if not request.max_tokens:
             return max(len(request.prompt) - 1, 1)
         return len(request.prompt) + len(self.output) + self.num_in_flight
+
+    def token_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """Returns the tokens at [start, end) of prompt and committed output."""
+        prompt, output = self.request.prompt, self.output
+        num_prompt = len(prompt)
+        if end <= num_prompt:
+            return prompt[start:end]
+        if start >= num_prompt:
+            return tuple(output[start - num_prompt : end - num_prompt])
+        return (*prompt[start:], *output[: end - num_prompt])
 
     @property
     def num_owed(self) -> int:
@@ -240,6 +255,8 @@ class Request:
       is_masked: its tokens are drawn under a mask (a grammar, bad words, allowed ids).
       tenant: as in `GenerationRequest`.
       num_scored: leading prompt tokens after which the next one was scored, and that is committed.
+      cache_identity: what its K/V may be shared under; None neither reads nor fills the cache.
+      num_cached: leading prompt tokens that the cache spared when it was first scheduled.
     """
 
     id: str
@@ -257,6 +274,8 @@ class Request:
     tenant: str = ""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     num_scored: int = 0
+    cache_identity: CacheIdentity | None = None
+    num_cached: int = 0
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)

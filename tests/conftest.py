@@ -39,6 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     _skip(items, marker="gpu", reason="needs a GPU", is_there=_has_gpu)
     _skip(items, marker="demo", reason="needs the demo model: scripts/test", is_there=_has_demo)
+    _skip(items, marker="native", reason="needs a C++ compiler", is_there=_has_compiler)
 
 
 def _skip(
@@ -52,6 +53,12 @@ def _skip(
 
 def _has_gpu() -> bool:
     return jax.default_backend() == "gpu"
+
+
+def _has_compiler() -> bool:
+    from jaxserve.kernels.native.build import find_compiler
+
+    return find_compiler() is not None
 
 
 def _has_demo() -> bool:

@@ -11,6 +11,7 @@ from jaxserve.config import (
     LimitsSection,
     LogSection,
     MeasureSection,
+    PrefixCacheSection,
     RunnerSection,
     SchedulerSection,
 )
@@ -34,6 +35,7 @@ NUM_PAGES: Final = 13  # 12 usable: 48 tokens
 MAX_MODEL_TOKENS: Final = 40
 LIMITS: Final = StepLimits(max_rows=4, max_chunk_tokens=6, chunk_tile=2, max_chunks=2, max_seqs=4)
 
+NO_CACHE: Final = PrefixCacheSection(enabled=False)  # where the same is asked twice
 ONE_ROW: Final = dataclasses.replace(LIMITS, max_rows=1, max_seqs=1)
 
 
@@ -65,6 +67,7 @@ def build_engine(
     measure: MeasureSection | None = None,
     page_bytes: int = 0,
     reserve: Literal["on_demand", "max_length"] = "on_demand",
+    prefix_cache: PrefixCacheSection | None = None,
 ) -> tuple[Engine, FakeRunner]:
     """Returns an engine that is not started yet, and its runner."""
     runner = FakeRunner(
@@ -78,6 +81,7 @@ def build_engine(
     )
     config = Config(
         kv=KVSection(page_size=PAGE_SIZE, reserve=reserve),
+        prefix_cache=prefix_cache or PrefixCacheSection(),
         scheduler=scheduler or SchedulerSection(max_seqs=step_limits.max_seqs),
         runner=RunnerSection(overlap=overlap),
         limits=bounds or LimitsSection(),
@@ -123,8 +127,8 @@ def check_idle(engine: Engine) -> None:
     scheduler.check()
     assert not scheduler.has_unfinished
     assert (pool.num_held, pool.num_pending, pool.num_free) == (0, 0, pool.num_usable)
-    assert engine._by_sequence == {}
-    assert not engine._in_flight
+    assert engine._loop._by_sequence == {}
+    assert not engine._loop._in_flight
 
 
 def check_accounts(engine: Engine) -> None:
@@ -132,7 +136,8 @@ def check_accounts(engine: Engine) -> None:
     submitted = engine.metrics.value("requests_submitted_total")
     assert engine.metrics.total("requests_finished_total") == submitted
     intake = engine._intake
-    assert (intake._num_queued, intake._num_queued_tokens, len(intake.live())) == (0, 0, 0)
+    queue = intake._queue
+    assert (queue.num_requests, queue.num_tokens, len(intake.live())) == (0, 0, 0)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

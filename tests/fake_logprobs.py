@@ -36,18 +36,30 @@ def token_logprobs(
 
 
 def expected_logprobs(
-    prompt: Sequence[int], output: Sequence[int], *, num_top: int, vocab_size: int
+    prompt: Sequence[int],
+    output: Sequence[int],
+    *,
+    num_top: int,
+    vocab_size: int,
+    seen_as: int = 0,
 ) -> list[TokenLogprobs]:
-    """Returns what a request that got this output must be told of each of its tokens."""
+    """Returns what a request that got this output must be told of each of its tokens.
+
+    Args:
+      seen_as: what the model that runs adds to each token.
+    """
     tokens = (*prompt, *output)
+    seen = [token + seen_as for token in tokens]
     return [
-        token_logprobs(tokens[:index], tokens[index], num_top=num_top, vocab_size=vocab_size)
+        token_logprobs(seen[:index], tokens[index], num_top=num_top, vocab_size=vocab_size)
         for index in range(len(prompt), len(tokens))
     ]
 
 
 def expected_prompt_logprobs(
-    prompt: Sequence[int], *, num_top: int, vocab_size: int
+    prompt: Sequence[int], *, num_top: int, vocab_size: int, seen_as: int = 0
 ) -> list[TokenLogprobs]:
     """Returns what must be told of a prompt's tokens, from the second on."""
-    return expected_logprobs(prompt[:1], prompt[1:], num_top=num_top, vocab_size=vocab_size)
+    return expected_logprobs(
+        prompt[:1], prompt[1:], num_top=num_top, vocab_size=vocab_size, seen_as=seen_as
+    )

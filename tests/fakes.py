@@ -32,8 +32,10 @@ from jaxserve.plan import (
 from jaxserve.request import SamplingParams
 from jaxserve.text.token_bytes import byte_alphabet
 from jaxserve.text.tokenizer import Tokenizer
+from tests.fake_host_pages import FakeHostPages
 from tests.fake_logprobs import token_logprobs
 
+FLAVOR: Final = 1 << 20  # what a flavor adds to each token that the fake model keeps
 VOCAB_SIZE: Final = 259  # 256 bytes and three special ids
 
 BOS_ID: Final = 256
@@ -95,6 +97,16 @@ def build_mask(token_ids: Iterable[int], vocab_size: int = VOCAB_SIZE) -> TokenM
     return words
 
 
+def flavored(tokens: Sequence[int], flavor: int) -> tuple[int, ...]:
+    """Returns the tokens as a model of that flavor keeps them: other weights, other K/V."""
+    return tuple(token + flavor * FLAVOR for token in tokens)
+
+
+def plain(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Returns the tokens as they were written."""
+    return tuple(token % FLAVOR for token in tokens)
+
+
 def sample_token(
     tokens: Sequence[int],
     params: SamplingParams,
@@ -142,6 +154,7 @@ def expected_output(
     mask_of: MaskOf | None = None,
     vocab_size: int = VOCAB_SIZE,
     script: Script | None = None,
+    flavor: int = 0,
 ) -> list[int]:
     """Returns the first n tokens that a choice alone must get, ends not considered."""
     prompt = tuple(prompt)
@@ -152,7 +165,7 @@ def expected_output(
             output.append(forced)
             continue
         token = sample_token(
-            (*prompt, *output),
+            flavored((*prompt, *output), flavor),
             params,
             seed=seed,
             output_index=index,
@@ -203,6 +216,7 @@ class FakeInFlight:
         self.logprobs: dict[int, TokenLogprobs] = {}
         self.prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         self.writes: list[tuple[int, int, tuple[int, int, int]]] = []
+        self.swapped_out: list[tuple[int, list[tuple[int, int, int]]]] = []
 
     def is_ready(self) -> bool:
         return self._is_read
@@ -251,20 +265,26 @@ class FakeRunner:
         late_writes: bool = False,
         on_launch: Callable[[StepPlan], None] | None = None,
         on_result: Callable[[StepPlan], None] | None = None,
+        flavor_of: Callable[[int], int] | None = None,
+        host_pages: FakeHostPages | None = None,
     ) -> None:
         """Args:
         script: forces tokens or not-finite logits.
+        flavor_of: of a sequence's model; its K/V is its own, and no other's.
+        host_pages: host memory; None where there is none.
         late_writes: K/V lands once more when the step retires, as a slow writer's would: a page
           that was given to someone else by then is damaged.
         """
         self.limits = limits
         self.num_pages = num_pages
         self.page_size = page_size
+        self.host_pages = host_pages
         self.vocab_size = vocab_size
         self.script = script
         self.late_writes = late_writes
         self.on_launch = on_launch
         self.on_result = on_result
+        self.flavor_of = flavor_of
         self.gate = threading.Event()
         self.gate.set()
         self.plans: collections.deque[StepPlan] = collections.deque(maxlen=256)
@@ -291,7 +311,11 @@ class FakeRunner:
         for chunk in plan.chunks:
             self._grow_table(chunk)
         in_flight = FakeInFlight(self, plan, bucket=self._bucket(plan), laps=laps)
+        self._swap_pages(plan, in_flight)
         self._copy_pages(plan, in_flight)
+        self._adopt_cached(plan, in_flight)
+        for chunk in plan.chunks:
+            self._check_table(chunk)
         for chunk in plan.chunks:
             self._write(chunk, in_flight)
         for chunk in plan.chunks:
@@ -315,6 +339,10 @@ class FakeRunner:
                 self._sample(chunk, self._rows[row], tokens, step=step, masks=masks)
         step.has_output = True
 
+    def read_page(self, page: int) -> list[tuple[int, int, int]]:
+        """Returns what a page holds: token, position, and a mark of who wrote it."""
+        return list(self._pool[page])
+
     def retire(self, step: FakeInFlight) -> None:
         """Called by `FakeInFlight.result`."""
         _require(step is self._in_flight[0], "results must be read in launch order")
@@ -322,6 +350,9 @@ class FakeRunner:
         if self.late_writes:
             for page, place, cell in step.writes:
                 self._pool[page][place] = cell
+        for host_page, cells in step.swapped_out:
+            assert self.host_pages is not None
+            self.host_pages.store(host_page, cells)
         if self.on_result:
             self.on_result(step.plan)
 
@@ -368,10 +399,16 @@ class FakeRunner:
         for sequence_id in plan.preempted:
             for row in [r for r, s in self._rows.items() if s.load.sequence_id == sequence_id]:
                 del self._rows[row]
+        returning = {move.page for move in plan.swap_in}
         for load in plan.row_loads:
             _require(0 <= load.row < self.limits.max_seqs, f"row {load.row}")
             if load.sequence_id not in forks:
-                self._take_pages(load.sequence_id, load.pages)
+                num_cached = load.num_cached // self.page_size
+                shared = [page for page in load.pages[:num_cached] if page not in returning]
+                new = [page for page in load.pages if page not in shared]
+                self._take_pages(load.sequence_id, new)
+                for page in shared:
+                    self._page_owners[page].add(load.sequence_id)
                 self._load_row(load)
 
     def _load_row(self, load: RowLoad) -> FakeRow:
@@ -396,12 +433,58 @@ class FakeRunner:
                 self._page_owners[page].add(fork.sequence_id)
             self._load_row(load).marks = list(first.marks)
 
+    def _adopt_cached(self, plan: StepPlan, step: FakeInFlight) -> None:
+        """What a row load calls cached is there, each cell at its position, and no step that is
+        still on the "device" wrote it."""
+        written = {(page, place) for other in self._in_flight for page, place, _ in other.writes}
+        for load in plan.row_loads:
+            row = self._rows.get(load.row)
+            if not load.num_cached or row is None or row.load is not load:
+                continue
+            _require(not row.marks, f"sequence {load.sequence_id} is forked, not cached")
+            for position in range(load.num_cached):
+                page, place = row.table[position // self.page_size], position % self.page_size
+                name = f"token {position} of sequence {load.sequence_id}, in page {page},"
+                _, written_at, mark = self._pool[page][place]
+                _require(written_at == position, f"{name} is not there: {self._pool[page]}")
+                _require((page, place) not in written, f"{name} is written by a step in flight")
+                row.marks.append(mark)
+
+    def _swap_pages(self, plan: StepPlan, step: FakeInFlight) -> None:
+        """All that leaves is read before anything is written; it is in host memory when the step
+        retires."""
+        pages = self.host_pages
+        if pages is None:
+            _require(not (plan.swap_out or plan.swap_in), "there is no host memory")
+            return
+        written = {page for other in self._in_flight for page, _, _ in other.writes}
+        filled = {host_page for other in self._in_flight for host_page, _ in other.swapped_out}
+        for move in plan.swap_out:
+            _require(0 < move.page < self.num_pages, f"{move}")
+            _require(0 <= move.host_page < pages.num_pages, f"{move}")
+            _require(move.page not in written, f"{move} of a page a step in flight still writes")
+            _require(move.host_page not in filled, f"{move} to where another is on its way")
+            filled.add(move.host_page)
+            step.swapped_out.append((move.host_page, list(self._pool[move.page])))
+        targets = [move.page for move in plan.swap_in]
+        _require(len(set(targets)) == len(targets), "two pages come back to one place")
+        for back in plan.swap_in:
+            _require(back.page in self._taken, f"{back} into a page that is new to nobody")
+            _require(pages.is_intact(back.host_page), f"{back} is not what it was")
+            cells = pages.read(back.host_page)
+            self._pool[back.page] = cells
+            step.writes += [(back.page, place, cell) for place, cell in enumerate(cells)]
+
     def _copy_pages(self, plan: StepPlan, step: FakeInFlight) -> None:
         num_tokens = {  # that the target keeps; after them it is written by its owner
             page: chunk.start - index * self.page_size
             for chunk in plan.chunks
             for index, page in enumerate(chunk.new_pages, chunk.num_pages_before)
         }
+        for load in plan.row_loads:
+            num_full, num_copied = divmod(load.num_cached, self.page_size)
+            if num_copied:
+                num_tokens[load.pages[num_full]] = num_copied
         copied = [(copy, list(self._pool[copy.source])) for copy in plan.copies]
         for copy, cells in copied:
             _require(copy.target in num_tokens, f"{copy} is to a page that is new to nobody")
@@ -432,6 +515,9 @@ class FakeRunner:
             self._take_pages(chunk.sequence_id, chunk.new_pages)
             row.table[before : before + num_new] = chunk.new_pages
             _require(len(set(row.table)) == len(row.table), f"{name} has a page twice")
+
+    def _check_table(self, chunk: Chunk) -> None:
+        row, name = self._rows[chunk.row], f"sequence {chunk.sequence_id}"
         wanted = f"{name} has {row.num_written} tokens written, chunk starts at {chunk.start}"
         _require(chunk.start == row.num_written, wanted)
         end = chunk.start + chunk.num_tokens
@@ -451,9 +537,10 @@ class FakeRunner:
             token_ids = (row.last_token,)
         _require(len(token_ids) == chunk.num_tokens, "as many token ids as tokens")
         _require(all(0 <= t < self.vocab_size for t in token_ids), f"token ids {token_ids}")
+        flavor = self.flavor_of(chunk.sequence_id) if self.flavor_of else 0
         for position, token in enumerate(token_ids, start=chunk.start):
             page, place = row.table[position // self.page_size], position % self.page_size
-            cell = (token, position, row.mark)
+            cell = (token + flavor * FLAVOR, position, row.mark)
             self._pool[page][place] = cell
             step.writes.append((page, place, cell))
         row.marks += [row.mark] * chunk.num_tokens
@@ -464,7 +551,7 @@ class FakeRunner:
         scoring, tokens = chunk.scoring, self._read_back(self._rows[chunk.row])
         positions = range(scoring.first, scoring.first + len(scoring.targets))
         if self.script and "not_finite" in [
-            self.script(tuple(tokens[: p + 1]), -1) for p in positions
+            self.script(plain(tokens[: p + 1]), -1) for p in positions
         ]:
             step.not_finite.add(chunk.sequence_id)
             return
@@ -492,7 +579,7 @@ class FakeRunner:
         _require(prompt_len >= 1, f"output_index {chunk.output_index} of {len(tokens)} tokens")
         token: int | str | None = None
         if self.script:
-            token = self.script(tuple(tokens[:prompt_len]), chunk.output_index)
+            token = self.script(plain(tokens[:prompt_len]), chunk.output_index)
         if token is None:
             token = sample_token(
                 tokens,

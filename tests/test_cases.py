@@ -9,6 +9,11 @@ from jaxserve.cli import exit_codes
 TESTS = Path(__file__).parent
 TABLE = (TESTS.parent / "docs" / "cases.md").read_text()
 CASES = (
+    1,
+    2,
+    3,
+    4,
+    5,
     7,
     8,
     11,

@@ -90,6 +90,7 @@ def test_a_bad_prompt_cancels_the_others_and_the_engine_goes_on(llm: LLM) -> Non
 
 
 def test_prompts_may_come_from_a_generator(llm: LLM) -> None:
+    llm.generate(["hi", "ho"], GREEDY)  # from here on all of them are in the prefix cache
     listed = llm.generate(["hi", "ho"], GREEDY)
     assert llm.generate((text for text in ("hi", "ho")), GREEDY) == listed  # type: ignore[arg-type]
 

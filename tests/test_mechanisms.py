@@ -9,6 +9,7 @@ import pytest
 from jaxserve.config import Config, load_config
 from jaxserve.engine import Delta, Engine, ServedModel
 from jaxserve.errors import ConfigError
+from jaxserve.host_pages import SwapCosts
 from jaxserve.mechanisms import (
     MECHANISMS,
     PAIRS,
@@ -29,10 +30,10 @@ MAX_MODEL_TOKENS = 40
 # Keys with a choice that make nothing faster: a precision, an implementation, a way to fail, what
 # is offered and to whom.
 NOT_MECHANISMS = {
-    "model.dtype", "kv.dtype", "runner.attention", "runner.forbid_recompile", "metrics.prefix",
-    "measure.phases", "measure.record_content", "log.format", "model.tool_parser",
-    "model.reasoning_parser", "server.page", "server.reflection", "server.vllm_engine",
-    "auth.allow_open",
+    "model.dtype", "kv.dtype", "runner.attention", "runner.matmul", "runner.forbid_recompile",
+    "metrics.prefix", "measure.phases", "measure.record_content", "log.format", "scheduler.policy",
+    "model.tool_parser", "model.reasoning_parser", "server.page", "server.reflection",
+    "server.vllm_engine", "auth.allow_open",
 }  # fmt: skip
 SPARE = Mechanism(
     name="spare",
@@ -81,7 +82,9 @@ def test_every_pair_of_the_table_is_known_and_nothing_else_is() -> None:
 
 
 def test_the_defaults_and_the_shipped_files_pass_the_check() -> None:
-    assert check_mechanisms(Config()) == MECHANISMS
+    assert check_mechanisms(Config()) == tuple(
+        row for row in MECHANISMS if row.name not in ("host_tier", "prefix_order")
+    )
     for path in CONFIGS.glob("*.toml"):
         check_mechanisms(load_config(path))
 
@@ -89,6 +92,19 @@ def test_the_defaults_and_the_shipped_files_pass_the_check() -> None:
 def test_the_baseline_turns_off_every_optional_row() -> None:
     active = active_mechanisms(load_config(CONFIGS / "baseline.toml"))
     assert set(active) == {mechanism for mechanism in MECHANISMS if mechanism.in_baseline}
+
+
+def test_all_of_them_work_together() -> None:
+    flags = {"host_tier.enabled": True, "scheduler.prefix_order": True}
+    assert check_mechanisms(load_config(flags=flags)) == MECHANISMS
+
+
+def test_one_without_what_it_needs_is_refused_with_the_two_ways_out() -> None:
+    config = load_config(flags={"host_tier.enabled": True, "prefix_cache.enabled": False})
+    with pytest.raises(ConfigError, match="host_tier does nothing without prefix_cache") as caught:
+        check_mechanisms(config)
+    ways_out = "set prefix_cache.enabled = true or host_tier.enabled = false"
+    assert str(caught.value).endswith(ways_out)
 
 
 def test_an_unknown_pair_is_refused_with_the_two_ways_out() -> None:
@@ -111,8 +127,8 @@ def test_a_pair_that_is_not_on_together_is_not_looked_at() -> None:
     assert check_mechanisms(config, mechanisms=(MECHANISMS[0], SPARE)) == MECHANISMS[:1]
 
 
-def run_workload(config: Config, runner: Runner, metrics: Metrics) -> None:
-    """Runs requests that can use every mechanism."""
+def run_workload(config: Config, runner: Runner, metrics: Metrics, *, num_rounds: int = 1) -> None:
+    """Runs requests that can use every mechanism, so many times."""
     engine = Engine(
         runner=runner,
         tokenizer=build_byte_tokenizer(),
@@ -130,13 +146,13 @@ def run_workload(config: Config, runner: Runner, metrics: Metrics) -> None:
                 sampling=SamplingParams(temperature=0.0, max_tokens=6 + number),
             )
         )
-        for number in range(4)
+        for number in list(range(4)) * num_rounds
     ]
     if isinstance(runner, FakeRunner):
         runner.gate.set()  # all are there before the first step ends
     for number, stream in enumerate(streams):
         token_ids = [id for event in stream if isinstance(event, Delta) for id in event.token_ids]
-        assert len(token_ids) == 6 + number
+        assert len(token_ids) == 6 + number % 4
     engine.stop()
 
 
@@ -170,7 +186,9 @@ def run_on_device(*, overlap: bool, capture: bool) -> Metrics:
 
 
 @pytest.mark.parametrize(
-    "mechanism", [row for row in MECHANISMS if row.name != "buckets"], ids=lambda row: row.name
+    "mechanism",
+    [row for row in MECHANISMS if row.name not in ("buckets", "host_tier", "prefix_order")],
+    ids=lambda row: row.name,
 )
 def test_a_mechanism_counts_while_on_and_not_while_off(mechanism: Mechanism) -> None:
     small = {"kv.page_size": 4, "scheduler.max_seqs": 2}
@@ -181,6 +199,34 @@ def test_a_mechanism_counts_while_on_and_not_while_off(mechanism: Mechanism) -> 
     for counter in mechanism.counters:
         assert metrics[mechanism.on].total(counter) > 0
         assert metrics[mechanism.off].total(counter) == 0
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_who_has_more_in_the_cache_starts_first_while_that_is_on(is_on: bool) -> None:
+    flags = {"scheduler.prefix_order": is_on, "kv.page_size": 4, "scheduler.max_seqs": 1}
+    limits = StepLimits(max_rows=1, max_chunk_tokens=8, chunk_tile=2, max_chunks=1, max_seqs=1)
+    runner = FakeRunner(limits=limits, num_pages=32, page_size=4)
+    runner.gate.clear()
+    metrics = Metrics()
+    engine = Engine(
+        runner=runner,
+        tokenizer=build_byte_tokenizer(),
+        config=load_config(flags=flags),
+        model=ServedModel(
+            name="tiny", max_model_tokens=MAX_MODEL_TOKENS, vocab_size=128, eos_ids=frozenset()
+        ),
+        metrics=metrics,
+    )
+    engine.start()
+    sampling = SamplingParams(temperature=0.0, max_tokens=4)
+    prompts = ("the same beginning", "another prompt", "the same beginning, and more")
+    streams = [engine.submit(GenerationRequest(prompt=p, sampling=sampling)) for p in prompts]
+    runner.gate.set()  # all are there before the first step ends
+    for stream in streams:
+        for _ in stream:
+            pass
+    engine.stop()
+    assert (metrics.total("reordered_starts_total") > 0) is is_on
 
 
 def test_the_baseline_counts_nothing_but_what_it_keeps() -> None:
@@ -195,6 +241,22 @@ def test_overlap_and_buckets_count_on_the_device_too() -> None:
     metrics = run_on_device(overlap=True, capture=True)
     assert metrics.total("overlapped_steps_total") > 0
     assert metrics.total("bucketed_steps_total") > 0
+
+
+def test_the_host_tier_counts_on_the_device_while_on_and_not_while_off() -> None:
+    kv = CONFIG.kv.model_copy(update={"num_pages": 1 + 12})
+    tier = CONFIG.host_tier.model_copy(update={"enabled": True, "max_bytes": 1 << 20})
+    config = CONFIG.model_copy(update={"kv": kv, "host_tier": tier})
+    metrics = Metrics()
+    runner = DeviceRunner(tiny_params(), MODEL, config, metrics=metrics)
+    assert runner.host_pages is not None
+    runner.host_pages.costs = SwapCosts(run_pages=16, run_s=1e-9, token_s=1.0)
+    off = config.model_copy(update={"host_tier": CONFIG.host_tier})
+    (mechanism,) = (row for row in MECHANISMS if row.name == "host_tier")
+    for chosen, is_on in ((off, False), (config, True)):
+        run_workload(chosen, runner, metrics, num_rounds=2)
+        for counter in mechanism.counters:
+            assert (metrics.total(counter) > 0) is is_on
 
 
 def test_overlap_and_buckets_count_nothing_on_the_device_while_off() -> None:

@@ -11,6 +11,7 @@ from jaxserve.cli import (
     batch,
     bench,
     buckets,
+    cache,
     chat,
     config,
     convert,
@@ -20,6 +21,7 @@ from jaxserve.cli import (
     keys,
     report,
     serve,
+    simulate,
     trace,
     workload,
 )
@@ -62,9 +64,11 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_parser(commands)
     config.add_parser(commands)
     buckets.add_parser(commands)
+    cache.add_parser(commands)
     info.add_parser(commands)
     workload.add_parser(commands)
     bench.add_parser(commands)
+    simulate.add_parser(commands)
     report.add_parser(commands)
     trace.add_parser(commands)
     return parser

@@ -15,6 +15,7 @@ from jaxserve.cli.recording import recording
 from jaxserve.cli.trace import tracing
 from jaxserve.config import Config
 from jaxserve.engine import Engine
+from jaxserve.engine.collector import relax_collector
 from jaxserve.metrics import Metrics
 
 EPILOG = """\
@@ -86,6 +87,7 @@ def run(options: argparse.Namespace) -> int:
     from jaxserve.server.metrics_http import serving_metrics
 
     asked = config = read_config(options).config
+    relax_collector()
     metrics = Metrics()
     with (
         serving_metrics(metrics, config.metrics),

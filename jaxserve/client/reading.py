@@ -96,6 +96,7 @@ def _read_event(message: generation_pb2.StreamGenerateResponse) -> Event:
                 request_id=start.request_id,
                 model=start.model,
                 prompt_tokens=start.prompt_tokens,
+                cached_prompt_tokens=start.cached_prompt_tokens,
                 prompt_logprobs=_logprobs(start.prompt_logprobs),
             )
         case "delta":

@@ -31,6 +31,7 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str
     model: str
     priority: int
+    cache_salt: str
     queue_timeout_s: float
 
     temperature: float
@@ -83,7 +84,9 @@ class ScoreItem:
 SAMPLING: Final = frozenset(generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 STOP: Final = frozenset(generation_pb2.StopConditions.DESCRIPTOR.fields_by_name)
 OUTPUT: Final = frozenset(generation_pb2.OutputOptions.DESCRIPTOR.fields_by_name)
-TOP: Final = frozenset({"request_id", "model", "priority", "queue_timeout", "structured_output"})
+TOP: Final = frozenset(
+    {"request_id", "model", "priority", "cache_salt", "queue_timeout", "structured_output"}
+)
 
 
 def build_generate(prompt: Prompt, options: GenerateOptions) -> generation_pb2.GenerateRequest:

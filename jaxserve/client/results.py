@@ -81,12 +81,14 @@ class Start:
     """First of a stream, with the first token.
 
     Attributes:
+      cached_prompt_tokens: of those, computed for earlier requests.
       prompt_logprobs: of the prompt's tokens from the second on; empty unless asked for.
     """
 
     request_id: str
     model: str
     prompt_tokens: int
+    cached_prompt_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 

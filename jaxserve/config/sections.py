@@ -107,6 +107,56 @@ class KVSection(Section):
     )
 
 
+def check_tenant_name(name: str) -> None:
+    """Raises ValueError for a name that no key and no table may have."""
+    if not TENANT_NAME.fullmatch(name):
+        raise ValueError(
+            f"the tenant {name!r} must be 1 to 64 ASCII letters, digits, dots, dashes and "
+            "underscores, beginning with a letter or digit"
+        )
+    if name in RESERVED_TENANTS:
+        raise ValueError(f"{name} is a word of the metrics; call the tenant something else")
+
+
+def _check_shared_namespaces(shared: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    listed = [tenant for tenants in shared.values() for tenant in tenants]
+    for name in (*shared, *listed):
+        check_tenant_name(name)
+    twice = sorted({tenant for tenant in listed if listed.count(tenant) > 1})
+    if twice:
+        raise ValueError(f"the tenant {twice[0]} is listed twice; a tenant has one namespace")
+    return shared
+
+
+class PrefixCacheSection(Section):
+    """What is kept of computed prompts for later requests (docs/prefix-cache.md)."""
+
+    enabled: bool = pydantic.Field(
+        True, description="Keep full KV pages while there is room, and reuse them."
+    )
+    shared_namespaces: Annotated[
+        dict[str, tuple[str, ...]], pydantic.AfterValidator(_check_shared_namespaces)
+    ] = pydantic.Field(
+        {},
+        description="Tenants that share what is kept, by a name for it. They can tell by the time "
+        "to the first token what the others ask. All other tenants share nothing.",
+    )
+
+
+class HostTierSection(Section):
+    """KV pages in host memory: what the prefix cache drops from the pool, as long as there is room
+    (docs/prefix-cache.md)."""
+
+    enabled: bool = pydantic.Field(
+        False,
+        description="Copy pages that the prefix cache would drop to host memory, and back where "
+        "that takes less time than to compute them. Needs prefix_cache.enabled.",
+    )
+    max_bytes: int = pydantic.Field(
+        1 * GIB, ge=1, description="Bytes of those pages; what is worth least goes first."
+    )
+
+
 class SchedulerSection(Section):
     """Which requests run, and how many tokens a step computes."""
 
@@ -125,6 +175,66 @@ class SchedulerSection(Section):
         ge=1,
         description="Token budget of a step. Unset: max_seqs + the largest chunk bucket.",
     )
+    target_itl_s: float | None = pydantic.Field(
+        None,
+        gt=0,
+        description="Time between a sequence's tokens to keep to: a step takes as many prompt "
+        "tokens beside decoding rows as the step times allow. Needs chunked_prefill. Unset: all "
+        "that fit.",
+    )
+    policy: Literal["priority", "fcfs", "edf", "fair"] = pydantic.Field(
+        "priority",
+        description="Who comes first: priority: the higher class, then who came first; fcfs: who "
+        "came first, and classes are refused; edf: in a class, whose deadline is first, and what "
+        "cannot meet its own is refused at once; fair: the tenant that has had least, by weight.",
+    )
+    fair_credit_tokens: int | None = pydantic.Field(
+        None,
+        ge=0,
+        le=1 << 40,
+        description="With policy fair, tokens that a tenant may have ahead of others after it used "
+        "less than its share, and that others are given until it no longer counts as present. 0: "
+        "nothing is saved up, and nothing is kept ready for who is present. Unset: 64 steps.",
+    )
+    ageing_s: float | None = pydantic.Field(
+        60.0,
+        gt=0,
+        description="With policy priority, seconds of waiting that count as one class. Unset: a "
+        "lower class waits for ever while there is a higher.",
+    )
+    prefix_order: bool = pydantic.Field(
+        False,
+        description="Among those of one class and tenant that wait, who has most of its prompt in "
+        "the prefix cache starts first. Needs prefix_cache.enabled; not with policy edf.",
+    )
+    prefix_max_overtakes: int = pydantic.Field(
+        8,
+        ge=1,
+        le=1_000_000,
+        description="With prefix_order, times that one which waits is overtaken at most.",
+    )
+    max_preemptions: int = pydantic.Field(
+        3,
+        ge=1,
+        description="Times a sequence gives its pages up; then others do, while there are any.",
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.prefix_order and self.policy == "edf":
+            raise ValueError(
+                'prefix_order does not go with policy = "edf", which tells who can meet its '
+                "deadline by the order of deadlines; set prefix_order = false or another policy"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_target(self) -> Self:
+        if self.target_itl_s is not None and not self.chunked_prefill:
+            raise ValueError(
+                "target_itl_s needs chunked_prefill = true: it cuts prompts; or leave it unset"
+            )
+        return self
 
 
 def _expand_geometric(sizes: object) -> object:
@@ -198,8 +308,14 @@ class RunnerSection(Section):
     overlap: bool = pydantic.Field(
         True, description="Launch step n+1 before step n's result is read."
     )
-    attention: Literal["auto", "reference", "xla"] = pydantic.Field(
-        "auto", description="Attention implementation; auto is xla."
+    attention: Literal["auto", "reference", "xla", "native", "triton"] = pydantic.Field(
+        "auto",
+        description="Attention implementation; auto is native on a CPU with a C++ compiler, else "
+        "xla. triton is for a GPU; on a CPU its kernel is interpreted, slowly.",
+    )
+    matmul: Literal["auto", "xla", "native"] = pydantic.Field(
+        "auto",
+        description="Products of few rows with bfloat16 weights; auto as for attention.",
     )
     compile_threads: int = pydantic.Field(2, ge=1, le=64, description="Threads that compile.")
     cache_dir: Path | None = pydantic.Field(
@@ -238,6 +354,9 @@ class LimitsSection(Section):
     )
     max_tools: int = pydantic.Field(128, ge=0, description="Tools of a conversation.")
     max_score_items: int = pydantic.Field(256, ge=1, description="Items of a Score call.")
+    max_cache_salt_bytes: int = pydantic.Field(
+        256, ge=1, description="UTF-8 bytes of a cache salt."
+    )
     max_request_id_bytes: int = pydantic.Field(
         256, ge=1, description="UTF-8 bytes of a request id."
     )
@@ -384,23 +503,18 @@ class TenantLimits(Section):
     max_priority: int | None = pydantic.Field(
         None, ge=-(1 << 31), le=(1 << 31) - 1, description="Highest priority it may ask for."
     )
+    weight: float = pydantic.Field(
+        1.0,
+        gt=0,
+        le=1e6,
+        description="With scheduler.policy fair, its share of the machine, by that of others.",
+    )
 
 
 def _check_tenant_names(named: dict[str, TenantLimits]) -> dict[str, TenantLimits]:
     for name in named:
         check_tenant_name(name)
     return named
-
-
-def check_tenant_name(name: str) -> None:
-    """Raises ValueError for a name that no key and no table may have."""
-    if not TENANT_NAME.fullmatch(name):
-        raise ValueError(
-            f"the tenant {name!r} must be 1 to 64 ASCII letters, digits, dots, dashes and "
-            "underscores, beginning with a letter or digit"
-        )
-    if name in RESERVED_TENANTS:
-        raise ValueError(f"{name} is a word of the metrics; call the tenant something else")
 
 
 class TenantsSection(Section):
@@ -560,6 +674,8 @@ class Config(Section):
     model: ModelSection = ModelSection()
     sampling: SamplingSection = SamplingSection()
     kv: KVSection = KVSection()
+    prefix_cache: PrefixCacheSection = PrefixCacheSection()
+    host_tier: HostTierSection = HostTierSection()
     scheduler: SchedulerSection = SchedulerSection()
     buckets: BucketsSection = BucketsSection()
     runner: RunnerSection = RunnerSection()

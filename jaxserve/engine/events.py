@@ -64,11 +64,13 @@ class Started:
     the first token where the prompt's log-probabilities are asked for.
 
     Attributes:
+      cached_prompt_tokens: of those, computed for earlier requests.
       prompt_logprobs: of the prompt's tokens from the second on; empty unless asked for.
     """
 
     request_id: str
     prompt_tokens: int
+    cached_prompt_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 

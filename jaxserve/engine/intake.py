@@ -3,15 +3,15 @@
 import enum
 import threading
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 
 from jaxserve.config import LimitsSection
 from jaxserve.engine.live_request import LiveRequest
+from jaxserve.engine.queue_bounds import QueueBounds
 from jaxserve.errors import (
     DuplicateRequestError,
     EngineDeadError,
-    JaxserveError,
     NotServingError,
-    QueueFullError,
 )
 from jaxserve.request import Request
 
@@ -30,7 +30,7 @@ FINAL_STATES = frozenset({EngineState.STOPPED, EngineState.FAILED})
 
 
 class Intake:
-    """The one place where threads meet: state, new requests, aborts; all under one lock.
+    """The one place where threads meet: state, new requests, aborts, calls; all under one lock.
 
     A request is *live* from `add` to `remove`, and *queued* until it is first scheduled; the
     queue is bounded in requests and in prompt tokens. A request is known by its tenant and its id:
@@ -38,17 +38,14 @@ class Intake:
     """
 
     def __init__(self, bounds: LimitsSection) -> None:
-        self._bounds = bounds
         self._changed = threading.Condition()
         self._state = EngineState.STARTING
         self._is_cut = False
         self._live: dict[tuple[str, str], LiveRequest] = {}
         self._new: list[LiveRequest] = []
         self._aborts: list[Request] = []
-        self._num_queued = 0
-        self._num_queued_tokens = 0
-        self._last_end_s: float | None = None
-        self._end_interval_s = 1.0  # smoothed: about how soon a place in the queue opens
+        self._calls: list[tuple[Callable[[], int], Future[int]]] = []
+        self._queue = QueueBounds(bounds)
 
     @property
     def state(self) -> EngineState:
@@ -84,9 +81,7 @@ class Intake:
                     f"request_id {request.id!r} is in flight; use another, or wait for its end",
                     field="request_id",
                 )
-            self._check_queue(num_tokens)
-            self._num_queued += 1
-            self._num_queued_tokens += num_tokens
+            self._queue.join(num_tokens)
             self._live[_key(request)] = live
             self._new.append(live)
             on_accept()
@@ -101,6 +96,21 @@ class Intake:
         with self._changed:
             self._aborts.append(request)
             self._changed.notify_all()
+
+    def call(self, function: Callable[[], int]) -> Future[int]:
+        """Has the engine thread call `function` between two steps, and gives what it returns.
+
+        Raises:
+          NotServingError, EngineDeadError: there is no engine thread any more, or not yet.
+        """
+        with self._changed:
+            if self._is_cut or self._state not in (EngineState.SERVING, EngineState.DRAINING):
+                self.check_serving()
+                raise NotServingError("the engine is stopping; there is nothing left to ask it")
+            future: Future[int] = Future()
+            self._calls.append((function, future))
+            self._changed.notify_all()
+            return future
 
     def wait_until_empty(self, timeout_s: float) -> None:
         """Blocks until nothing is live, the time is over, or `cut` is called."""
@@ -118,12 +128,12 @@ class Intake:
     def wait_for_work(self) -> None:
         """Blocks while nothing is live."""
         with self._changed:
-            self._changed.wait_for(lambda: self._live or self._is_cut)
+            self._changed.wait_for(lambda: self._live or self._calls or self._is_cut)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is live."""
-        return not self._live
+        """Whether nothing is live, and nothing to be called."""
+        return not (self._live or self._calls)
 
     @property
     def is_cut(self) -> bool:
@@ -135,6 +145,21 @@ class Intake:
             new, self._new = self._new, []
             aborts, self._aborts = self._aborts, []
             return new, aborts
+
+    def run_calls(self) -> None:
+        """Calls what other threads left; nothing where they left nothing."""
+        for function, future in self._take_calls():
+            future.set_result(function())
+
+    def drop_calls(self) -> None:
+        """The engine has failed: whoever waits for a call is told."""
+        for _, future in self._take_calls():
+            future.set_exception(EngineDeadError("the engine has failed"))
+
+    def _take_calls(self) -> list[tuple[Callable[[], int], Future[int]]]:
+        with self._changed:
+            calls, self._calls = self._calls, []
+            return [(function, future) for function, future in calls if _begins(future)]
 
     def live(self) -> Collection[LiveRequest]:
         with self._changed:
@@ -159,38 +184,19 @@ class Intake:
                 return None
             del self._live[_key(request)]
             self._leave_queue(live)
-            if self._last_end_s is not None:
-                self._end_interval_s += 0.2 * (now_s - self._last_end_s - self._end_interval_s)
-            self._last_end_s = now_s
+            self._queue.note_end(now_s)
             self._changed.notify_all()
             return live
 
     def _leave_queue(self, live: LiveRequest) -> None:
         if live.is_queued:
             live.is_queued = False
-            self._num_queued -= 1
-            self._num_queued_tokens -= len(live.request.prompt)
+            self._queue.leave(len(live.request.prompt))
 
-    def _check_queue(self, num_tokens: int) -> None:
-        bounds = self._bounds
-        num_queued_tokens = self._num_queued_tokens + num_tokens
-        if self._num_queued >= bounds.max_waiting_requests:
-            raise self._queue_full(
-                f"{self._num_queued} requests wait, the limit is {bounds.max_waiting_requests}"
-            )
-        # an empty queue takes any prompt: it could never be accepted otherwise
-        if self._num_queued and num_queued_tokens > bounds.max_waiting_tokens:
-            raise self._queue_full(
-                f"{num_queued_tokens} prompt tokens would wait, "
-                f"the limit is {bounds.max_waiting_tokens}"
-            )
 
-    def _queue_full(self, what: str) -> JaxserveError:
-        retry_after_s = min(max(self._end_interval_s, 0.1), 60.0)
-        return QueueFullError(
-            f"the queue is full: {what}; try again in {retry_after_s:.1f} s",
-            retry_after_s=retry_after_s,
-        )
+def _begins(future: Future[int]) -> bool:
+    """Whether anybody still waits for it; from here on it cannot be cancelled."""
+    return future.set_running_or_notify_cancel()
 
 
 def _key(request: Request) -> tuple[str, str]:

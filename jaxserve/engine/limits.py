@@ -65,6 +65,7 @@ def resolve(
       NoChatTemplateError: a conversation for a model without a template.
     """
     request_id = _check_id(asked.id, limits)
+    check_text(asked.cache_salt, "cache_salt", limits.max_cache_salt_bytes)
     sampling = check_sampling(asked.sampling, model=model, limits=limits)
     if asked.structured_output is not None:
         check_structured(asked.structured_output, sampling)

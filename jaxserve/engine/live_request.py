@@ -13,7 +13,7 @@ from jaxserve.errors import DeadlineError, JaxserveError
 from jaxserve.metrics import error_label
 from jaxserve.plan import Bucket, StepPlan, StepResult, TokenLogprobs
 from jaxserve.request import FinishReason, Request, RequestEnd
-from jaxserve.scheduler.scheduler import Update
+from jaxserve.scheduler.settlement import Update
 from jaxserve.text.constraints import Constraint
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.stops import StopMatcher
@@ -71,7 +71,8 @@ class LiveRequest:
         """Takes the next of the prompt's log-probabilities; the last of them start the stream."""
         self.prompt_logprobs += entries
         if len(self.prompt_logprobs) == len(self.request.prompt) - 1:
-            self.stream.start(tuple(self.prompt_logprobs))
+            num_cached = self.request.num_cached
+            self.stream.start(tuple(self.prompt_logprobs), cached_prompt_tokens=num_cached)
             self.prompt_logprobs = []
 
     def put(self, choice: LiveChoice, update: Update, *, now_s: float) -> bool:
@@ -122,7 +123,11 @@ class LiveRequest:
             index=last.index,
             reason=outcome,
             matched_stop=last.matched_stop(outcome),
-            usage=Usage(prompt_tokens=len(self.request.prompt), completion_tokens=self.num_output),
+            usage=Usage(
+                prompt_tokens=len(self.request.prompt),
+                completion_tokens=self.num_output,
+                cached_prompt_tokens=self.request.num_cached,
+            ),
             timings=self.timings(now_s),
             execution=self._execution(),
             end_s=now_s,

@@ -145,6 +145,10 @@ class Quotas:
             return model
         return dataclasses.replace(model, max_model_tokens=longest)
 
+    def weight(self, tenant: str) -> float:
+        """Returns a tenant's share of the machine, by that of others."""
+        return self._section.limits_of(tenant).weight
+
     @contextlib.contextmanager
     def admitting(self, request: Request) -> Iterator[None]:
         """Lets a request in while the block hands it to the engine.

@@ -17,6 +17,11 @@ class ServedModel:
       eos_ids: union over all sources.
       sampling_defaults: the model's own, by `SamplingParams` field name.
       capacity_tokens: tokens the KV pool holds; 0 where that is not known.
+      weights_digest: of the weights, and of how they are run; "" where nothing is kept longer than
+        they are loaded.
+      positions: how positions enter the keys: a digest.
+      changing_ropes: (kind, original length) of each rope that changes with a prompt's length.
+      kv_dtype: of the KV pool.
     """
 
     name: str
@@ -31,6 +36,10 @@ class ServedModel:
     has_chat_template: bool = False
     sampling_defaults: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
     capacity_tokens: int = 0
+    weights_digest: str = ""
+    positions: str = ""
+    changing_ropes: tuple[tuple[str, int], ...] = ()
+    kv_dtype: str = ""
 
     @property
     def padded_vocab_size(self) -> int:

@@ -1,10 +1,13 @@
 """Start-up: from a model's name to an engine that is compiled, filled and ready to start."""
 
+import hashlib
 import logging
 import platform
+import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Protocol
 
 import jaxserve
 from jaxserve.config import Config, default_cache_dir
@@ -61,6 +64,7 @@ def load_engine(
     source = find_model(model)
     header = replace_template(source.load_header(), config.model.chat_template)
     header_s = time.monotonic() - started_s
+    weights_digest = _start_digest(header, config, is_needed=only_for is None)
     reach = None if only_for is None else _find_reach(header, config, only_for)
     metrics = metrics or Metrics()
     runner = _build_runner(
@@ -73,6 +77,8 @@ def load_engine(
         max_model_tokens=runner.max_model_tokens,
         dtype=runner.spec.dtype,
         capacity_tokens=(runner.num_pages - 1) * config.kv.page_size,
+        kv_dtype=runner.spec.kv_dtype,
+        weights_digest=weights_digest.result(),
     )
     _tell_setup(metrics, served, runner, config)
     logger.info(
@@ -116,7 +122,8 @@ def _tell_setup(metrics: Metrics, served: ServedModel, runner: "Runner", config:
             "quantization": served.quantization,
             "dtype": served.dtype,
             "kv_dtype": runner.spec.kv_dtype,
-            "attention": runner.spec.attention,
+            "attention": runner.spec.kernels.attention,
+            "matmul": runner.spec.kernels.matmul,
             "page_size": str(config.kv.page_size),
             "max_seqs": str(config.scheduler.max_seqs),
             "max_model_tokens": str(served.max_model_tokens),
@@ -196,6 +203,8 @@ def _describe(
     path: str = "",
     dtype: str = "",
     capacity_tokens: int = 0,
+    kv_dtype: str = "",
+    weights_digest: str = "",
 ) -> ServedModel:
     return ServedModel(
         name=header.name,
@@ -210,7 +219,57 @@ def _describe(
         has_chat_template=header.tokenizer.chat_template is not None,
         sampling_defaults=header.defaults.as_params() | config.sampling.as_params(),
         capacity_tokens=capacity_tokens,
+        # what else the weights are run with changes K/V as much as they do
+        weights_digest=_sha256(f"{weights_digest}\0{header.config!r}\0{dtype}"),
+        positions=_sha256(repr([(layer.rope, layer.window) for layer in header.config.layers])),
+        changing_ropes=find_changing_ropes(layer.rope for layer in header.config.layers),
+        kv_dtype=kv_dtype,
     )
+
+
+class Rope(Protocol):
+    """What is asked of a layer's RoPE here."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def original_max_position(self) -> int | None: ...
+
+
+def find_changing_ropes(ropes: Iterable[Rope | None]) -> tuple[tuple[str, int], ...]:
+    """Returns kind and original length of each of the layers' RoPEs that changes with a prompt's
+    length."""
+    changing = {
+        (rope.kind, rope.original_max_position)
+        for rope in ropes
+        if rope is not None
+        and rope.kind in ("dynamic", "longrope")
+        and rope.original_max_position is not None
+    }
+    return tuple(sorted(changing))
+
+
+def _start_digest(header: "ModelHeader", config: Config, *, is_needed: bool) -> Future[str]:
+    """Reads all weights once more for their digest, while they are loaded and programs compile: two
+    models that differ in one number must not share K/V. One request alone shares nothing."""
+    future: Future[str] = Future()
+    if not is_needed or not config.prefix_cache.enabled:
+        future.set_result("")
+        return future
+
+    def work() -> None:
+        try:
+            future.set_result(header.digest)
+        except OSError as error:  # whoever loads the weights says it better, and first
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="jaxserve-digest", daemon=True).start()
+    return future
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _no_progress(phase: str, num_done: int, num_all: int) -> None:

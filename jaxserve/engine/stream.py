@@ -79,6 +79,7 @@ class Stream:
         self._changed = threading.Condition()
         # shared, under _changed
         self._started = False
+        self._cached_prompt_tokens = 0
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._unread = [Unread() for _ in self._decoders]
         self._ready: dict[int, None] = {}  # choices with something unread, the first one first
@@ -101,7 +102,9 @@ class Stream:
         """All of it, the prompt's log-probabilities too."""
         return self._num_bytes + self._num_start_bytes
 
-    def start(self, prompt_logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
+    def start(
+        self, prompt_logprobs: tuple[TokenLogprobs, ...] = (), *, cached_prompt_tokens: int = 0
+    ) -> None:
         """The request was scheduled for the first time, or its prompt is scored.
 
         Args:
@@ -110,6 +113,7 @@ class Stream:
         """
         with self._changed:
             self._started = True
+            self._cached_prompt_tokens = cached_prompt_tokens
             self._prompt_logprobs = prompt_logprobs
             self._num_start_bytes = logprobs_bytes(prompt_logprobs)
             self._note(self._num_start_bytes)
@@ -315,6 +319,7 @@ class Stream:
         return Started(
             request_id=self.request_id,
             prompt_tokens=self.prompt_tokens,
+            cached_prompt_tokens=self._cached_prompt_tokens,
             prompt_logprobs=prompt_logprobs,
         )
 

@@ -133,7 +133,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FlushPrefixCache(self, request, context):
-        """Empties the prefix cache. This version has none: UNIMPLEMENTED.
+        """Empties the prefix cache, of all namespaces. UNIMPLEMENTED with prefix_cache.enabled off.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

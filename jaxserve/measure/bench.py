@@ -77,7 +77,7 @@ class Bench:
             decode=self.served.decode,
             rate_scale=1.0 if self.is_closed_loop else self.options.rate_scale,
         )
-        self._num_dropped = self._count_too_long(facts)
+        self._num_dropped = count_too_long(self.load, facts)
         await self._warm_up(maker)
         before = await self.target.read_metrics()
         meter = start_meter() if self.served.is_local else EnergyMeter({}, ELSEWHERE)
@@ -122,22 +122,6 @@ class Bench:
         if concurrency is None:
             return None
         return max(1, round(concurrency * self.options.rate_scale))
-
-    def _count_too_long(self, facts: TargetFacts) -> int:
-        """Returns how many entries the served context cannot hold; they are not sent.
-
-        Raises:
-          WorkloadError: it is all of them.
-        """
-        with self.load.open_entries() as entries:
-            num_dropped = sum(is_too_long(entry, facts) for entry in entries)
-        if num_dropped == self.load.num_requests:
-            raise WorkloadError(
-                f"every request of workload {self.load.header.name!r} is longer than the served "
-                f"context of {facts.max_model_tokens} tokens; `jaxserve workload scale --lengths` "
-                "makes them shorter"
-            )
-        return num_dropped
 
     async def _warm_up(self, maker: AskMaker) -> None:
         """Sends requests like those of the load, a few at a time, with prompts of their own."""
@@ -212,6 +196,23 @@ class Bench:
             )
             await replay.run()
         return Repeat(totals=tally.close(), timeline=replay.timeline)
+
+
+def count_too_long(load: Load, facts: TargetFacts) -> int:
+    """Returns how many entries the served context cannot hold; they are not sent.
+
+    Raises:
+      WorkloadError: it is all of them.
+    """
+    with load.open_entries() as entries:
+        num_dropped = sum(is_too_long(entry, facts) for entry in entries)
+    if num_dropped == load.num_requests:
+        raise WorkloadError(
+            f"every request of workload {load.header.name!r} is longer than the served context of "
+            f"{facts.max_model_tokens} tokens; `jaxserve workload scale --lengths` makes them "
+            "shorter"
+        )
+    return num_dropped
 
 
 def is_too_long(entry: WorkloadEntry, facts: TargetFacts) -> bool:

@@ -31,6 +31,7 @@ LATENCY_BUCKETS_S: Final = (
 TOKEN_BUCKETS: Final = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000
 )  # fmt: skip
+ERROR_BUCKETS: Final = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 # What `Metrics.value` can be asked of each type, after the family's name.
 _SUFFIXES: Final = {
     "counter": ("_total",),
@@ -39,10 +40,14 @@ _SUFFIXES: Final = {
     "info": ("_info",),
 }
 # Errors that only end a request after it was accepted; all others refuse it.
-_LATE_ERRORS: Final = (errors.SlowReaderError, errors.DeadlineError, errors.NumericsError)
+_LATE_ERRORS: Final = (
+    errors.SlowReaderError, errors.DeadlineUnreachableError, errors.DeadlineError,
+    errors.NumericsError,
+)  # fmt: skip
 # And of those the ones that end it too: a grammar can turn out to be too complex on the way.
 _GRAMMAR_ERRORS: Final = (errors.BadGrammarError, errors.QueueFullError)
 AUTH_FAILURES: Final = ("missing", "unknown", "expired")
+HOST_TIER_DROPS: Final = ("budget", "damaged")
 SPAN_DROPS: Final = ("queue_full", "export_failed", "shutdown")
 _STATE_LABELS: Final = ("not_serving", "engine_dead")
 _Family = Counter | Gauge | Histogram | Info
@@ -196,7 +201,13 @@ class Metrics:
         self.preemptions = self._counter("preemptions", "Sequences that gave pages and row back.")
         self.recomputed_tokens = self._counter("recomputed_tokens", "Tokens computed again for it.")
         self.chunked_prompts = self._counter("chunked_prompts", "Prompts split over several steps.")
+        self.limited_chunk_steps = self._counter(
+            "limited_chunk_steps", "Steps whose prompt tokens the target between tokens limited."
+        )
         self.mixed_steps = self._counter("mixed_steps", "Steps with chunks and one-token rows.")
+        self.reordered_starts = self._counter(
+            "reordered_starts", "Sequences that started before their turn for their cached prefix."
+        )
         self.joined_running = self._counter(
             "joined_running", "Sequences admitted while others were running."
         )
@@ -209,6 +220,42 @@ class Metrics:
             "forked_choices", "Choices that began from their request's computed prompt."
         )
         self.page_copies = self._counter("kv_page_copies", "Pages copied.")
+        self.prefix_cache_queries = self._counter(
+            "prefix_cache_queries", "Requests that were started and could read it.", "namespace"
+        )
+        self.prefix_cache_query_tokens = self._counter(
+            "prefix_cache_query_tokens", "Prompt tokens of those.", "namespace"
+        )
+        self.prefix_cache_hits = self._counter(
+            "prefix_cache_hits", "Requests that found some of their prompt.", "namespace"
+        )
+        self.prefix_cache_hit_tokens = self._counter(
+            "prefix_cache_hit_tokens", "Prompt tokens that they found.", "namespace"
+        )
+        self.prefix_cache_reused_tokens = self._counter(
+            "prefix_cache_reused_tokens",
+            "Tokens that were not computed, after preemptions too.",
+            "namespace",
+        )
+        self.prefix_cache_copied_tokens = self._counter(
+            "prefix_cache_copied_tokens", "Of those, in copies of a page's beginning.", "namespace"
+        )
+        self.prefix_cache_waits = self._counter(
+            "prefix_cache_waits",
+            "Requests that waited for another's prompt instead of computing the same.",
+            "namespace",
+        )
+        self.prefix_cache_evictions = self._counter(
+            "prefix_cache_evictions", "Pages dropped to make room.", "namespace"
+        )
+        self.prefix_cache_refusals = self._counter(
+            "prefix_cache_refusals",
+            "Requests that found nothing, though a page of the same tokens was there, by the part "
+            "of the identity that was another's.",
+            "namespace",
+            "reason",
+        )
+        self._make_host_tier()
         self.overlapped_steps = self._counter(
             "overlapped_steps", "Steps launched before an earlier result was read."
         )
@@ -219,7 +266,39 @@ class Metrics:
             "bucketed_steps", "Steps run in a bucket smaller than the largest of its kind."
         )
 
+    def _make_host_tier(self) -> None:
+        self.host_tier_pages_out = self._counter(
+            "host_tier_pages_out", "Pages copied to host memory."
+        )
+        self.host_tier_bytes_out = self._counter("host_tier_bytes_out", "Bytes of those.")
+        self.host_tier_pages_in = self._counter(
+            "host_tier_pages_in", "Pages copied back from host memory."
+        )
+        self.host_tier_bytes_in = self._counter("host_tier_bytes_in", "Bytes of those.")
+        self.host_tier_hit_tokens = self._counter(
+            "host_tier_hit_tokens",
+            "Tokens that came back from host memory and were not computed.",
+            "namespace",
+        )
+        self.host_tier_declined_tokens = self._counter(
+            "host_tier_declined_tokens",
+            "Tokens that were there, but are computed sooner than copied.",
+            "namespace",
+        )
+        self.host_tier_dropped_pages = self._counter(
+            "host_tier_dropped_pages", "Pages that host memory lost or had no room for.", "reason"
+        )
+        for reason in HOST_TIER_DROPS:
+            self.host_tier_dropped_pages.labels(reason)
+
     def _make_levels(self) -> None:
+        self.host_tier_used_bytes = self._gauge(
+            "host_tier_used_bytes", "Bytes of pages in host memory."
+        )
+        self.host_tier_break_even_tokens = self._gauge(
+            "host_tier_break_even_tokens",
+            "From how many tokens on a copy back takes less time than to compute them.",
+        )
         self.requests_running = self._gauge("requests_running", "Requests holding a state row.")
         self.requests_waiting = self._gauge("requests_waiting", "Requests in the queue.")
         self.waiting_tokens = self._gauge("waiting_tokens", "Prompt tokens in the queue.")
@@ -270,6 +349,11 @@ class Metrics:
         )
         self.request_output_tokens = self._histogram(
             "request_output_tokens", "Output tokens of an ended request.", TOKEN_BUCKETS
+        )
+        self.step_time_error = self._histogram(
+            "step_time_error_ratio",
+            "Error of each step's predicted time, by the measured one.",
+            ERROR_BUCKETS,
         )
         self.step_tokens = self._histogram("step_tokens", "Tokens of a step.", TOKEN_BUCKETS)
 

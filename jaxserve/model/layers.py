@@ -10,8 +10,9 @@ from typing import Literal
 import jax
 from jax import numpy as jnp
 
-from jaxserve.kernels.dot import dot, wider_dtype
-from jaxserve.kernels.paged_attention import Impl, paged_attention
+from jaxserve.kernels.choice import Kernels
+from jaxserve.kernels.dot import MatmulImpl, project, wider_dtype
+from jaxserve.kernels.paged_attention import paged_attention
 from jaxserve.model.batch import TokenBatch
 from jaxserve.model.config import LayerConfig, ModelConfig
 from jaxserve.model.params import Params
@@ -85,14 +86,14 @@ def attention_block(
     layer_config: LayerConfig,
     num_single_rows: int,
     tile: int,
-    attention: Impl,
+    kernels: Kernels,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the pool with this step's K/V written, and the attention's output."""
     weight_dtype = params["q_DNH"].dtype
     y_TD = y_TD.astype(weight_dtype)
-    q_TNH = dot("TD,DNH->TNH", y_TD, params["q_DNH"])
-    k_TKH = dot("TD,DKH->TKH", y_TD, params["k_DKH"])
-    v_TKH = dot("TD,DKH->TKH", y_TD, params["v_DKH"])
+    q_TNH, k_TKH, v_TKH = project(
+        y_TD, params["q_DNH"], params["k_DKH"], params["v_DKH"], impl=kernels.matmul
+    )
     if config.qkv_bias:
         q_TNH += params["q_bias_NH"][None].astype(jnp.float32)
         k_TKH += params["k_bias_KH"][None].astype(jnp.float32)
@@ -115,15 +116,12 @@ def attention_block(
         scale=config.scale,
         window=layer_config.window,
         soft_cap=config.attention_soft_cap,
-        impl=attention,
+        impl=kernels.attention,
     )
     # Flattened by hand: given two axes to sum over, XLA:CPU turns them round and copies the weight.
     T, N, H = out_TNH.shape
-    out_TD = dot(
-        "TF,FD->TD",
-        out_TNH.astype(weight_dtype).reshape(T, N * H),
-        params["o_NHD"].reshape(N * H, -1),
-    )
+    out_TF = out_TNH.astype(weight_dtype).reshape(T, N * H)
+    (out_TD,) = project(out_TF, params["o_NHD"].reshape(N * H, -1), impl=kernels.matmul)
     if config.o_bias:
         out_TD += params["o_bias_D"][None].astype(jnp.float32)
     return kv_C2KRH, out_TD
@@ -148,20 +146,21 @@ def write_kv(
     )
 
 
-def mlp_block(params: Params, y_TD: jax.Array, *, config: ModelConfig) -> jax.Array:
+def mlp_block(
+    params: Params, y_TD: jax.Array, *, config: ModelConfig, matmul: MatmulImpl
+) -> jax.Array:
     """Returns the gated MLP's output: down(activation(gate(y)) * up(y)).
 
     SwiGLU and GEGLU of Shazeer 2020, eq. 6.
     """
     weight_dtype = params["gate_DF"].dtype
     y_TD = y_TD.astype(weight_dtype)
-    gate_TF = dot("TD,DF->TF", y_TD, params["gate_DF"])
-    up_TF = dot("TD,DF->TF", y_TD, params["up_DF"])
+    gate_TF, up_TF = project(y_TD, params["gate_DF"], params["up_DF"], impl=matmul)
     if config.mlp_bias:
         gate_TF += params["gate_bias_F"][None].astype(jnp.float32)
         up_TF += params["up_bias_F"][None].astype(jnp.float32)
     hidden_TF = (activate(gate_TF, config=config) * up_TF).astype(weight_dtype)
-    out_TD = dot("TF,FD->TD", hidden_TF, params["down_FD"])
+    (out_TD,) = project(hidden_TF, params["down_FD"], impl=matmul)
     if config.mlp_bias:
         out_TD += params["down_bias_D"][None].astype(jnp.float32)
     return out_TD

@@ -6,8 +6,8 @@ import jax
 from jax import numpy as jnp
 
 from jaxserve.errors import ShapeError
-from jaxserve.kernels.dot import dot
-from jaxserve.kernels.paged_attention import Impl
+from jaxserve.kernels.choice import Kernels
+from jaxserve.kernels.dot import MatmulImpl, project_transposed
 from jaxserve.model.batch import TokenBatch, find_real_tokens, spread_rows
 from jaxserve.model.config import LayerConfig, ModelConfig
 from jaxserve.model.experts import experts_block
@@ -34,7 +34,7 @@ def forward(
     config: ModelConfig,
     num_single_rows: int,
     tile: int,
-    attention: Impl,
+    kernels: Kernels,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Returns the pool with this step's K/V written, and ``hidden_TD`` before the final norm.
 
@@ -81,7 +81,7 @@ def forward(
             layer_config=layer_config,
             num_single_rows=num_single_rows,
             tile=tile,
-            attention=attention,
+            kernels=kernels,
         )
         new_kv.append(new_kv_C2KRH)
     return tuple(new_kv), x_TD
@@ -89,7 +89,7 @@ def forward(
 
 # An inner jit: traced and lowered once for all layers of a kind, inlined when compiled.
 @functools.partial(
-    jax.jit, static_argnames=("config", "layer_config", "num_single_rows", "tile", "attention")
+    jax.jit, static_argnames=("config", "layer_config", "num_single_rows", "tile", "kernels")
 )
 def layer(
     params: Params,
@@ -102,7 +102,7 @@ def layer(
     layer_config: LayerConfig,
     num_single_rows: int,
     tile: int,
-    attention: Impl,
+    kernels: Kernels,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the layer's pool and the residual stream after it."""
     kv_C2KRH, added_TD = attention_block(
@@ -115,7 +115,7 @@ def layer(
         layer_config=layer_config,
         num_single_rows=num_single_rows,
         tile=tile,
-        attention=attention,
+        kernels=kernels,
     )
     x_TD = x_TD + normed_output(params, added_TD, "attn", config=config)
     y_TD = normed_input(params, x_TD, "mlp", config=config)
@@ -123,7 +123,7 @@ def layer(
         is_real_T = find_real_tokens(batch.q_lens_X, num_single_rows=num_single_rows, tile=tile)
         added_TD = experts_block(params, y_TD, is_real_T, config=config)
     else:
-        added_TD = mlp_block(params, y_TD, config=config)
+        added_TD = mlp_block(params, y_TD, config=config, matmul=kernels.matmul)
     return kv_C2KRH, x_TD + normed_output(params, added_TD, "mlp", config=config)
 
 
@@ -140,7 +140,9 @@ def embed(params: Params, token_ids_T: jax.Array, *, config: ModelConfig) -> jax
     return x_TD * jnp.asarray(config.embedding_scale, embedding_VD.dtype).astype(jnp.float32)
 
 
-def logits(params: Params, hidden_BD: jax.Array, *, config: ModelConfig) -> jax.Array:
+def logits(
+    params: Params, hidden_BD: jax.Array, *, config: ModelConfig, matmul: MatmulImpl
+) -> jax.Array:
     """Returns float32 ``logits_BV``; ids past the real vocabulary are -inf.
 
     Masked here, before anything can look at them: a padding row's own logit would be 0, which wins
@@ -151,7 +153,7 @@ def logits(params: Params, hidden_BD: jax.Array, *, config: ModelConfig) -> jax.
     y_BD = rms_norm(
         hidden_BD.astype(jnp.float32), params["final_norm_D"], eps=config.norm_eps
     ).astype(head_VD.dtype)
-    logits_BV = dot("BD,VD->BV", y_BD, head_VD)
+    logits_BV = project_transposed(y_BD, head_VD, impl=matmul)
     if config.final_soft_cap is not None:
         logits_BV = soft_cap(logits_BV, config.final_soft_cap)
     if config.padded_vocab_size == config.vocab_size:

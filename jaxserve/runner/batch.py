@@ -28,6 +28,7 @@ from jaxserve.runner.spec import RunnerSpec
 from jaxserve.shapes import check_shapes
 
 COPY_WIDTH = 16  # pages of one run of the copy program
+SWAP_WIDTH = 16  # and of those to and from host memory
 SCORE_WIDTH = 64  # tokens of one run of the score program
 _ALL_BITS = np.uint32(0xFFFFFFFF)
 
@@ -165,6 +166,13 @@ def build_page_copies(copies: Sequence[PageCopy], spec: RunnerSpec) -> Iterator[
         pages_2W[1] = spec.num_pages
         pages_2W[:, : len(some)] = np.array([(copy.source, copy.target) for copy in some]).T
         yield pages_2W
+
+
+def build_swap_pages(pages: Sequence[int], spec: RunnerSpec) -> np.ndarray:
+    """Returns the pages of one run of the swap programs. Padding: past the end."""
+    pages_W = np.full(SWAP_WIDTH, spec.num_pages, np.int32)
+    pages_W[: len(pages)] = pages
+    return pages_W
 
 
 def build_score_rows(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> Iterator[np.ndarray]:

@@ -12,6 +12,10 @@ from jaxserve.runner.results import ResultLayout, read_result
 LaunchOutput = Callable[[Mapping[int, TokenMask]], jax.Array]
 
 
+def _keep_nothing() -> None:
+    return None
+
+
 class LaunchedStep:
     """A step on the device. Its result is read once; then the arrays behind it are gone."""
 
@@ -34,6 +38,7 @@ class LaunchedStep:
         self._arrays: list[jax.Array] | None = [*scores] or [forward_done]
         self._num_scores = len(scores)
         self._layout = layout
+        self._keep_pages = _keep_nothing
         self._launch_output: LaunchOutput | None = None
         self._has_output = False
         self._metrics = metrics
@@ -47,6 +52,10 @@ class LaunchedStep:
         _start_copy(output_RI)
         self._arrays.append(output_RI)
         self._has_output = True
+
+    def add_page_reads(self, keep_pages: Callable[[], None]) -> None:
+        """Takes what is to be done with the pages that this step swaps out, once it is done."""
+        self._keep_pages = keep_pages
 
     def await_masks(self, launch_output: LaunchOutput) -> None:
         """Leaves the output to `launch_output`."""
@@ -79,6 +88,7 @@ class LaunchedStep:
             jax.block_until_ready(self._arrays)
             self._laps.lap("wait")
             arrays = jax.device_get(self._arrays)
+            self._keep_pages()
         self._arrays = None
         output_RI = arrays[-1] if self._has_output else None
         result = read_result(self._layout, output_RI, arrays[: self._num_scores])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jaxserve.config import GIB, Config
+from jaxserve.config import GIB, Config, HostTierSection
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.runner.host_memory import read_host_memory_bytes
 from jaxserve.runner.spec import DtypeName
@@ -65,6 +65,29 @@ def choose_num_pages(config: Config, *, page_bytes: int, free_bytes: Callable[[]
             f"the KV pool has {pool_bytes} bytes, but two pages of {config.kv.page_size} tokens "
             f"(one is padding) need {2 * page_bytes}; raise kv.pool_bytes, lower kv.page_size, or "
             "free memory of the device"
+        )
+    return num_pages
+
+
+def choose_num_host_pages(section: HostTierSection, *, page_bytes: int) -> int:
+    """Returns the pages of host memory, 0 where the tier is off.
+
+    Raises:
+      CapacityError: not even one page, or more than the machine has.
+    """
+    if not section.enabled:
+        return 0
+    num_pages = section.max_bytes // page_bytes
+    if not num_pages:
+        raise CapacityError(
+            f"host_tier.max_bytes is {section.max_bytes}, but a KV page has {page_bytes} bytes; "
+            "raise it, or set host_tier.enabled = false"
+        )
+    memory_bytes = read_host_memory_bytes()
+    if section.max_bytes > memory_bytes:
+        raise CapacityError(
+            f"host_tier.max_bytes is {section.max_bytes}, but the machine has {memory_bytes} bytes "
+            "in all; lower it"
         )
     return num_pages
 

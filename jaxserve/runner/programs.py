@@ -21,7 +21,7 @@ from jaxserve.model.masks import num_words
 from jaxserve.model.params import Params, abstract_params
 from jaxserve.plan import Bucket
 from jaxserve.runner import steps
-from jaxserve.runner.batch import COPY_WIDTH, SCORE_WIDTH, packed_len
+from jaxserve.runner.batch import COPY_WIDTH, SCORE_WIDTH, SWAP_WIDTH, packed_len
 from jaxserve.runner.buckets import VARIANTS, BucketScheme, OutputBucket, Reach
 from jaxserve.runner.compile_cache import persistent_cache
 from jaxserve.runner.compile_watch import COMPILE_THREAD_PREFIX, CompileWatch
@@ -37,7 +37,9 @@ GPU_COMMAND_BUFFERS = (
     "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 )
 
-Kind = Literal["init", "forward", "output", "score", "row_load", "counts", "page_copy"]
+Kind = Literal[
+    "init", "forward", "output", "score", "row_load", "counts", "page_copy", "page_out", "page_in"
+]
 
 # Called after each program: programs done, of how many, the last one's name, its seconds.
 Progress = Callable[[int, int, str, float], None]
@@ -69,13 +71,18 @@ def bucket_name(bucket: Bucket | OutputBucket) -> str:
 
 
 def program_keys(
-    spec: RunnerSpec, scheme: BucketScheme, reach: Reach | None = None
+    spec: RunnerSpec,
+    scheme: BucketScheme,
+    reach: Reach | None = None,
+    *,
+    has_host_tier: bool = False,
 ) -> tuple[ProgramKey, ...]:
     """Returns the keys of every program that steps within the scheme can run; the slowest to
     compile first, so that threads end together.
 
     Args:
       reach: of the one request that runs, where the scheme is no more than it reaches.
+      has_host_tier: whether pages go to host memory.
     """
     forwards = sorted(scheme.forwards, key=lambda bucket: -bucket.num_tokens)
     outputs = sorted(
@@ -86,6 +93,8 @@ def program_keys(
         kinds.insert(0, "page_copy")
     if reach is None or reach.has_scoring:
         kinds.insert(0, "score")
+    if has_host_tier:
+        kinds = ["page_out", "page_in", *kinds]
     return (
         *(ProgramKey(kind="forward", spec=spec, bucket=bucket) for bucket in forwards),
         *(ProgramKey(kind="output", spec=spec, bucket=bucket) for bucket in outputs),
@@ -240,6 +249,12 @@ def lower(key: ProgramKey, sharding: jax.sharding.Sharding | None = None) -> jax
         case "page_copy", None:
             arguments = place(kv, shape((2, COPY_WIDTH)))
             return _jit(steps.copy_pages, "", donate=(0,)).lower(*arguments)
+        case "page_out", None:
+            return _jit(steps.page_out, "").lower(*place(kv, shape((SWAP_WIDTH,))))
+        case "page_in", None:
+            layer = ShapeDtypeStruct((SWAP_WIDTH, *spec.kv_shape[1:]), spec.kv_dtype)
+            arguments = place(kv, shape((SWAP_WIDTH,)), (layer,) * spec.model.num_layers)
+            return _jit(steps.page_in, "", donate=(0,)).lower(*arguments)
     raise AssertionError(f"no such program: {key}")
 
 

@@ -37,7 +37,9 @@ from jaxserve.runner.batch import (
     find_sampled_rows,
 )
 from jaxserve.runner.buckets import VARIANTS, OutputBucket, Reach
+from jaxserve.runner.host_store import HostStore
 from jaxserve.runner.in_flight import LaunchedStep
+from jaxserve.runner.kernel_choice import choose_kernels
 from jaxserve.runner.memory import (
     choose_dtypes,
     find_platform,
@@ -53,9 +55,11 @@ from jaxserve.runner.programs import (
     head_params,
     program_keys,
 )
+from jaxserve.runner.prompt_time import time_prompt
 from jaxserve.runner.results import build_layout
 from jaxserve.runner.sizing import size_runner
 from jaxserve.runner.spec import DtypeName, RunnerSpec
+from jaxserve.runner.swaps import PageReads, Swaps
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +121,13 @@ class Runner:
             model_config,
             config,
             dtypes=(dtype, kv_dtype),
+            kernels=choose_kernels(
+                model_config,
+                config,
+                dtype=dtype,
+                platform=find_platform(),
+                cache_dir=cache_dir,
+            ),
             programs=self._programs,
             compile_keys=compile_keys,
         )
@@ -126,7 +137,8 @@ class Runner:
             self._scheme = sizes.scheme.reachable(
                 reach, max_step_tokens=config.scheduler.max_step_tokens
             )
-        keys = program_keys(self._spec, self._scheme, reach)
+        has_host_tier = reach is None and sizes.num_host_pages > 0  # one request drops no page
+        keys = program_keys(self._spec, self._scheme, reach, has_host_tier=has_host_tier)
         with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-load") as pool:
             loading = pool.submit(lambda: params(dtype) if callable(params) else params)
             compile_keys(keys)
@@ -144,6 +156,7 @@ class Runner:
             }
         self._row_sampling = [SamplingParams()] * self._spec.max_seqs
         self._awaiting_masks: int | None = None  # the step whose output is not launched yet
+        self._swaps = self._build_swaps(sizes.num_host_pages) if has_host_tier else None
         self._programs.forbid_compiles()
         self._show_unused()
         logger.info("runner ready dtype=%s kv_dtype=%s programs=%d", dtype, kv_dtype, len(keys))
@@ -160,8 +173,12 @@ class Runner:
     def num_pages(self) -> int:
         return self._spec.num_pages
 
+    @property
+    def host_pages(self) -> HostStore | None:
+        return None if self._swaps is None else self._swaps.store
+
     def launch(self, plan: StepPlan, laps: Laps = NO_LAPS) -> LaunchedStep:
-        """Dispatches row loads, page copies, forward, scores and output; returns without waiting.
+        """Dispatches row loads, page moves, forward, scores and output; returns without waiting.
         Where the plan `needs_masks`, the step's `launch_output` dispatches the output.
 
         Args:
@@ -176,13 +193,16 @@ class Runner:
         )
         with jax.transfer_guard("disallow"):
             self._load_rows(plan.row_loads, laps)
+            page_reads = self._swap_pages(plan)
             self._copy_pages(plan.copies)
-            step = self._run_step(plan, laps)
+            step = self._run_step(plan, laps, page_reads)
         self._check_no_recompile()
         laps.lap("dispatch")
         return step
 
-    def _run_step(self, plan: StepPlan, laps: Laps) -> LaunchedStep:
+    def _run_step(
+        self, plan: StepPlan, laps: Laps, page_reads: Sequence[PageReads]
+    ) -> LaunchedStep:
         """Runs forward, scores and, unless it waits for masks, the output."""
         bucket = find_plan_bucket(plan, self._scheme)
         sampled = find_sampled_rows(plan, bucket, self._spec)
@@ -194,18 +214,15 @@ class Runner:
         )
         laps.lap("build")
         packed_I, rows_4R, score_rows = jax.device_put(arrays)
-        held = self._state
-        self._kv, page_table_BP, self._hidden_TD, forward_done = self._run["forward", bucket](
-            self._params, self._kv, held.page_table_BP, self._hidden_TD, held.last_token_B, packed_I
-        )
-        self._state = dataclasses.replace(held, page_table_BP=page_table_BP)
         step = LaunchedStep(
-            forward_done,
+            self._run_forward(bucket, packed_I),
             scores=[self._run_score(rows_2W) for rows_2W in score_rows],
             layout=build_layout(plan, bucket, sampled, self._spec),
             metrics=self._metrics,
             laps=laps,
         )
+        if self._swaps is not None and page_reads:
+            step.add_page_reads(functools.partial(self._swaps.keep, page_reads))
         if plan.needs_masks:
             self._awaiting_masks = plan.step_id
             step.await_masks(
@@ -256,6 +273,34 @@ class Runner:
         result_WI: jax.Array = self._run["score", None](self._head, self._hidden_TD, rows_2W)
         return result_WI
 
+    def _build_swaps(self, num_host_pages: int) -> Swaps:
+        """Returns the host tier, measured."""
+        swaps = Swaps(
+            HostStore(num_host_pages, self._spec),
+            self._spec,
+            page_out=self._run["page_out", None],
+            page_in=self._run["page_in", None],
+            metrics=self._metrics,
+        )
+        token_s = time_prompt(
+            self._run_forward,
+            scheme=self._scheme,
+            spec=self._spec,
+            max_model_tokens=self.max_model_tokens,
+        )
+        self._kv = swaps.measure(self._kv, token_s=token_s)
+        return swaps
+
+    def _run_forward(self, bucket: Bucket, packed_I: jax.Array) -> jax.Array:
+        """Returns a mark that is ready when the forward is done."""
+        held = self._state
+        self._kv, page_table_BP, self._hidden_TD, forward_done = self._run["forward", bucket](
+            self._params, self._kv, held.page_table_BP, self._hidden_TD, held.last_token_B, packed_I
+        )
+        self._state = dataclasses.replace(held, page_table_BP=page_table_BP)
+        mark: jax.Array = forward_done
+        return mark
+
     def _load_rows(self, loads: Sequence[RowLoad], laps: Laps) -> None:
         if not loads:
             return
@@ -272,6 +317,16 @@ class Runner:
             rows = dataclasses.replace(rows, counts_BV=counts_BV)
             self._state = dataclasses.replace(self._state, sampling=rows)
             laps.lap("dispatch")
+
+    def _swap_pages(self, plan: StepPlan) -> list[PageReads]:
+        """Moves pages to and from host memory; returns those that are on their way there. They are
+        read before anything of this step is written, for it may write over them."""
+        if not (plan.swap_out or plan.swap_in):
+            return []
+        assert self._swaps is not None, f"step {plan.step_id} swaps, and there is no host tier"
+        page_reads = self._swaps.take_out(self._kv, plan.swap_out)
+        self._kv = self._swaps.put_in(self._kv, plan.swap_in)
+        return page_reads
 
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         for pages_2W in build_page_copies(copies, self._spec):

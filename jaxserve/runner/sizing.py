@@ -6,6 +6,8 @@ from collections.abc import Callable
 import jax
 
 from jaxserve.config import Config
+from jaxserve.host_pages import MAX_SWAP_IN, MAX_SWAP_OUT
+from jaxserve.kernels.choice import Kernels
 from jaxserve.model.config import MAX_EOS_IDS, ModelConfig
 from jaxserve.model.masks import num_words
 from jaxserve.model.params import num_param_bytes
@@ -13,6 +15,7 @@ from jaxserve.runner.buckets import BucketScheme, build_scheme
 from jaxserve.runner.memory import (
     check_pool_bytes,
     choose_max_model_tokens,
+    choose_num_host_pages,
     choose_num_pages,
     free_device_bytes,
     read_memory_bytes,
@@ -27,11 +30,16 @@ Compile = Callable[[tuple[ProgramKey, ...]], None]
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class RunnerSizes:
-    """What start-up worked out."""
+    """What start-up worked out.
+
+    Attributes:
+      num_host_pages: pages of host memory that the pool's may go to.
+    """
 
     spec: RunnerSpec
     scheme: BucketScheme
     max_model_tokens: int
+    num_host_pages: int
 
 
 def size_runner(
@@ -39,6 +47,7 @@ def size_runner(
     config: Config,
     *,
     dtypes: tuple[DtypeName, DtypeName],
+    kernels: Kernels,
     programs: Programs,
     compile_keys: Compile,
 ) -> RunnerSizes:
@@ -46,6 +55,7 @@ def size_runner(
 
     Args:
       dtypes: of the weights and of the pool.
+      kernels: as `choose_kernels` has them.
       compile_keys: puts programs into `programs`.
 
     Raises:
@@ -56,7 +66,11 @@ def size_runner(
 
     def find_free_bytes() -> int:
         stats = jax.devices()[0].memory_stats()
-        needed = _needed_bytes(model, config, dtypes, programs, compile_keys) if stats else 0
+        needed = 0
+        if stats:
+            needed = _needed_bytes(
+                model, config, dtypes, kernels=kernels, programs=programs, compile_keys=compile_keys
+            )
         return free_device_bytes(stats, needed_bytes=needed)
 
     num_pages = choose_num_pages(config, page_bytes=page_bytes, free_bytes=find_free_bytes)
@@ -65,7 +79,9 @@ def size_runner(
     max_model_tokens = choose_max_model_tokens(
         config, model_limit=model.max_position, num_pages=num_pages, page_bytes=page_bytes
     )
-    return _build_sizes(model, config, dtypes, num_pages, max_model_tokens)
+    num_host_pages = choose_num_host_pages(config.host_tier, page_bytes=page_bytes)
+    sizes = _build_sizes(model, config, dtypes, num_pages, max_model_tokens, kernels=kernels)
+    return dataclasses.replace(sizes, num_host_pages=num_host_pages)
 
 
 def _build_sizes(
@@ -74,6 +90,8 @@ def _build_sizes(
     dtypes: tuple[DtypeName, DtypeName],
     num_pages: int,
     max_model_tokens: int,
+    *,
+    kernels: Kernels,
 ) -> RunnerSizes:
     scheme = build_scheme(
         config,
@@ -95,15 +113,19 @@ def _build_sizes(
         max_logit_bias=config.limits.max_logit_bias,
         max_ban_ids=config.limits.max_stop_token_ids + MAX_EOS_IDS,
         max_logprobs=config.limits.max_logprobs,
-        attention="xla" if config.runner.attention == "auto" else config.runner.attention,
+        kernels=kernels,
     )
-    return RunnerSizes(spec=spec, scheme=scheme, max_model_tokens=max_model_tokens)
+    return RunnerSizes(
+        spec=spec, scheme=scheme, max_model_tokens=max_model_tokens, num_host_pages=0
+    )
 
 
 def _needed_bytes(
     model: ModelConfig,
     config: Config,
     dtypes: tuple[DtypeName, DtypeName],
+    *,
+    kernels: Kernels,
     programs: Programs,
     compile_keys: Compile,
 ) -> int:
@@ -111,7 +133,7 @@ def _needed_bytes(
     the largest programs over a pool of one sequence."""
     max_model_tokens = config.model.max_model_tokens or model.max_position
     num_pages = 1 + -(-max_model_tokens // config.kv.page_size)
-    sizes = _build_sizes(model, config, dtypes, num_pages, max_model_tokens)
+    sizes = _build_sizes(model, config, dtypes, num_pages, max_model_tokens, kernels=kernels)
     keys = program_keys(sizes.spec, sizes.scheme)
     kinds = ("forward", "output", "score")
     largest = tuple(next(key for key in keys if key.kind == kind) for kind in kinds)
@@ -122,6 +144,8 @@ def _needed_bytes(
     held: int = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     full_rows = (bucket.rows for bucket in sizes.scheme.outputs if bucket.variant == "full")
     held += 4 * num_words(model.padded_vocab_size) * sum(full_rows)  # their masks of ones
+    if config.host_tier.enabled:  # those on their way out of two steps, and in with one
+        held += (2 * MAX_SWAP_OUT + MAX_SWAP_IN) * sizes.spec.page_bytes
     return num_param_bytes(model, dtypes[0]) + held + program_bytes
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from jaxserve.kernels.choice import Kernels
 from jaxserve.model.config import ModelConfig
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -21,7 +22,7 @@ class RunnerSpec:
       max_step_tokens: rows of the hidden-state buffer.
       max_logprobs: alternatives that come back with a token's log-probability.
       max_ban_ids: ids that a request may hold off (stop ids and EOS) while it has few outputs.
-      attention: the implementation, already chosen.
+      kernels: the implementations, already chosen.
     """
 
     model: ModelConfig
@@ -37,13 +38,17 @@ class RunnerSpec:
     max_logit_bias: int
     max_ban_ids: int
     max_logprobs: int
-    attention: Literal["reference", "xla"]
+    kernels: Kernels
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int, int]:
         """Shape of one layer's pool, ``kv_C2KRH``."""
         model = self.model
         return (self.num_pages, 2, model.num_kv_heads, self.page_size, model.head_dim)
+
+    @property
+    def page_bytes(self) -> int:
+        return bytes_of_page(self.model, page_size=self.page_size, kv_dtype=self.kv_dtype)
 
 
 def bytes_of_page(model: ModelConfig, *, page_size: int, kv_dtype: DtypeName) -> int:

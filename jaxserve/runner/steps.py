@@ -51,7 +51,7 @@ def forward_step(
         config=spec.model,
         num_single_rows=bucket.decode_seqs,
         tile=spec.chunk_tile,
-        attention=spec.attention,
+        kernels=spec.kernels,
     )
     hidden_TD = lax.dynamic_update_slice(hidden_TD, new_TD, (0, 0))
     return kv, page_table_BP, hidden_TD, jnp.zeros((), jnp.int32)
@@ -140,7 +140,7 @@ def score_step(head: Params, hidden_TD: Array, rows_2W: Array, *, spec: RunnerSp
 
 def _logits_at(head: Params, hidden_TD: Array, hidden_index_R: Array, *, spec: RunnerSpec) -> Array:
     hidden_RD = hidden_TD.at[hidden_index_R].get(mode="clip")
-    return logits(head, hidden_RD, config=spec.model)
+    return logits(head, hidden_RD, config=spec.model, matmul=spec.kernels.matmul)
 
 
 def _logprob_columns(logits_RV: Array, token_R: Array, *, spec: RunnerSpec) -> Array:
@@ -159,3 +159,23 @@ def copy_pages(kv: KV, pages_2W: Array) -> KV:
         return pool_C2KRH.at[target_W].set(pool_C2KRH.at[source_W].get(mode="clip"), mode="drop")
 
     return tuple(copy(pool_C2KRH) for pool_C2KRH in kv)
+
+
+def page_out(kv: KV, pages_W: Array) -> tuple[Array, ...]:
+    """Returns pages of the pool, layer by layer: ``out_W2KRH``. Padding: any page."""
+    return tuple(pool_C2KRH.at[pages_W].get(mode="clip") for pool_C2KRH in kv)
+
+
+def page_in(kv: KV, pages_W: Array, layers: tuple[Array, ...]) -> KV:
+    """Returns the pool (donate it) with pages written to `pages_W`. Padding: past the end.
+
+    Args:
+      layers: of each layer its ``in_W2KRH``. One array of them all would be cut up again, which
+        takes four times as long as to write it.
+    """
+    for in_W2KRH in layers:
+        check_shapes(pages_W=pages_W, in_W2KRH=in_W2KRH)
+    return tuple(
+        pool_C2KRH.at[pages_W].set(in_W2KRH, mode="drop")
+        for pool_C2KRH, in_W2KRH in zip(kv, layers, strict=True)
+    )

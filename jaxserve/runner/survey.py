@@ -7,12 +7,13 @@ from typing import Final
 from jaxserve.config import Config
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import ModelConfig
+from jaxserve.runner.kernel_choice import choose_kernels
 from jaxserve.runner.memory import choose_dtypes, find_platform, read_cpu_flags
 from jaxserve.runner.programs import Kind, ProgramKey, Programs, Progress, bucket_name, program_keys
 from jaxserve.runner.sizing import size_runner
 
 _ORDER: Final[tuple[Kind, ...]] = (
-    "forward", "output", "score", "row_load", "counts", "page_copy", "init"
+    "forward", "output", "score", "row_load", "counts", "page_copy", "page_out", "page_in", "init"
 )  # fmt: skip
 
 
@@ -57,14 +58,19 @@ class Survey:
         self._cache_dir = cache_dir
         self._metrics = Metrics()
         self._programs = Programs(self._metrics)
+        platform = find_platform()
+        dtypes = choose_dtypes(config, platform=platform, cpu_flags=read_cpu_flags())
         sizes = size_runner(
             model,
             config,
-            dtypes=choose_dtypes(config, platform=find_platform(), cpu_flags=read_cpu_flags()),
+            dtypes=dtypes,
+            kernels=choose_kernels(
+                model, config, dtype=dtypes[0], platform=platform, cache_dir=cache_dir
+            ),
             programs=self._programs,
             compile_keys=self._compile,
         )
-        self._keys = program_keys(sizes.spec, sizes.scheme)
+        self._keys = program_keys(sizes.spec, sizes.scheme, has_host_tier=sizes.num_host_pages > 0)
 
     def compile(self, progress: Progress | None = None) -> None:
         """Compiles what is not compiled yet, through the persistent cache."""

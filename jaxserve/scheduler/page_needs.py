@@ -9,14 +9,18 @@ from jaxserve.scheduler.running_set import RunningSet, num_kept_rows
 
 
 class PageNeeds:
-    """Counts; takes nothing and changes nothing."""
+    """Counts; takes nothing and changes nothing.
+
+    Attributes:
+      reserves_all: whether who starts takes all pages that it may ever write.
+    """
 
     def __init__(
         self, pool: PagePool, running: RunningSet, *, reserve: Literal["on_demand", "max_length"]
     ) -> None:
         self._pool = pool
         self._running = running
-        self._reserves_all = reserve == "max_length"
+        self.reserves_all = reserve == "max_length"
 
     def num_needed(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages to take before a running sequence's next tokens are written."""
@@ -47,14 +51,14 @@ class PageNeeds:
             return 0
         prompt_len, max_tokens = len(sequence.request.prompt), sequence.request.max_tokens
         num_full = prompt_len // self._pool.page_size
-        if self._reserves_all:
+        if self.reserves_all:
             return num_forks * (self.num_to_hold(sequence) - num_full)
         return num_forks * (max_tokens > 1 and self._pool.pages_for(prompt_len) > num_full)
 
     def num_to_hold(self, sequence: Sequence) -> int:
         """Pages of a waiting sequence: for all it owes, or for all it may ever write."""
         num_tokens = sequence.num_tokens
-        if self._reserves_all:
+        if self.reserves_all:
             request = sequence.request
             num_tokens = max(num_tokens, len(request.prompt) + request.max_tokens - 1)
         return self._pool.pages_for(num_tokens)

@@ -1,5 +1,6 @@
-"""The policy: which sequences a step pays, who is admitted, and who gives pages up."""
+"""What a step does: who of those that run is paid in it, before others start or give up."""
 
+from collections.abc import Callable
 from typing import Literal
 
 from jaxserve.config import SchedulerSection
@@ -7,23 +8,32 @@ from jaxserve.errors import ConfigError
 from jaxserve.metrics import Metrics
 from jaxserve.plan import StepLimits, StepPlan
 from jaxserve.request import Sequence, SequenceState
-from jaxserve.scheduler.deadlines import is_expired
+from jaxserve.scheduler.chunk_size import ChunkSize
+from jaxserve.scheduler.fair_shares import build_shares
+from jaxserve.scheduler.page_grants import PageGrants
 from jaxserve.scheduler.page_needs import PageNeeds
 from jaxserve.scheduler.page_pool import PagePool
-from jaxserve.scheduler.running_set import RunningSet, find_unforked, is_ending, num_kept_rows
+from jaxserve.scheduler.policies import build_order
+from jaxserve.scheduler.preemption import Preemption
+from jaxserve.scheduler.prefix_order import PrefixOrder
+from jaxserve.scheduler.prefix_reuse import PrefixReuse
+from jaxserve.scheduler.restraint import Restraint
+from jaxserve.scheduler.running_set import RunningSet, is_ending
+from jaxserve.scheduler.starts import Starts
 from jaxserve.scheduler.step_builder import StepBuilder
+from jaxserve.scheduler.step_time import StepTimes
 from jaxserve.scheduler.waiting_queue import WaitingQueue
 
 
 class Planner:
     """Moves sequences between the queue and the running set, and plans their tokens.
 
-    Order is by class, then by age (the id); running and waiting use the same, so a preempted
-    sequence keeps its place and two of a class never take turns in preempting each other.
+    Running and waiting have the same order, the policy's, which never changes: a preempted
+    sequence keeps its place, and no two take turns in preempting each other.
 
     A request's first choice computes the prompt. In the step that ends it the others are forked:
-    they share its pages and sample beside it. Whoever writes into a shared page copies it first,
-    the last holder excepted. From there on each choice is on its own, after a preemption too.
+    they share its pages and sample beside it. From there on each choice is on its own, after a
+    preemption too.
 
     A plan is empty only if nothing is unfinished or a launched step has still to be committed.
     """
@@ -37,61 +47,115 @@ class Planner:
         limits: StepLimits,
         max_model_tokens: int,
         metrics: Metrics,
+        weight_of: Callable[[str], float],
+        step_times: StepTimes,
     ) -> None:
         """Raises ConfigError where the step is too small for a prompt."""
-        self.waiting = WaitingQueue()
-        self.running = RunningSet(pool, num_rows=min(config.max_seqs, limits.max_seqs))
+        order = build_order(config)
+        max_step_tokens = config.max_step_tokens or limits.max_rows + limits.max_chunk_tokens
+        self._max_step_tokens = max_step_tokens
+        shares = self._shares = build_shares(config, weight_of, max_step_tokens)
+        waiting = self.waiting = WaitingQueue(order, shares=shares)
+        running = self.running = RunningSet(
+            pool, num_rows=min(config.max_seqs, limits.max_seqs), order=order
+        )
+        needs = self._needs = PageNeeds(pool, running, reserve=reserve)
+        reuse = self.reuse = PrefixReuse(pool, metrics, chunk_tokens=limits.max_chunk_tokens)
+        self.preemption = Preemption(
+            pool=pool,
+            waiting=waiting,
+            running=running,
+            needs=needs,
+            reuse=reuse,
+            order=order,
+            shares=shares,
+            max_preemptions=config.max_preemptions,
+            metrics=metrics,
+        )
         self._is_static = config.batching == "static"
         self._may_split = config.chunked_prefill
-        self._reserves_all = reserve == "max_length"
+        self._restraint = Restraint(running, shares, limits, may_split=self._may_split)
+        self._grants = PageGrants(
+            pool=pool,
+            running=running,
+            needs=needs,
+            shares=shares,
+            restraint=self._restraint,
+            metrics=metrics,
+        )
+        prefix_order = (
+            PrefixOrder(waiting, reuse, max_overtakes=config.prefix_max_overtakes, metrics=metrics)
+            if config.prefix_order
+            else None
+        )
+        self._starts = Starts(
+            pool=pool,
+            waiting=waiting,
+            running=running,
+            needs=needs,
+            reuse=reuse,
+            grants=self._grants,
+            restraint=self._restraint,
+            prefix_order=prefix_order,
+            is_static=self._is_static,
+            may_split=self._may_split,
+            metrics=metrics,
+        )
         self._pool = pool
-        self._needs = PageNeeds(pool, self.running, reserve=reserve)
         self._limits = limits
         self._metrics = metrics
         self._max_chunks = min(config.max_chunks, limits.max_chunks)
-        self._max_step_tokens = config.max_step_tokens or limits.max_rows + limits.max_chunk_tokens
         self._check_step(max_model_tokens)
+        self.chunk_size = (
+            ChunkSize(config.target_itl_s, step_times, limits) if config.target_itl_s else None
+        )
         self._next_step = 1
-        self._retired_step = 0
-        self._preempted: list[int] = []  # since the last plan
-        self._is_batch_open = True  # static batching: whether the batch still takes members
-        self._batch_rows = 0  # static batching: members of the batch
 
     @property
     def num_in_flight(self) -> int:
         """Plans with work that are not retired yet."""
-        return self._next_step - 1 - self._retired_step
+        return self._next_step - 1 - self._pool.retired_step
 
     def plan(self, now_s: float) -> StepPlan:
         """Returns the next step's work; without work where there is none, or it must wait."""
         step = StepBuilder(
-            self._limits, max_tokens=self._max_step_tokens, max_chunks=self._max_chunks
+            self._limits,
+            step_id=self._next_step,
+            max_tokens=self._max_step_tokens,
+            max_chunks=self._max_chunks,
+            max_chunk_tokens=self._find_chunk_size(),
         )
-        self._make_room_for_a_higher_class()
-        self._pay_running(step)
+        running = list(self.running)
+        if self._max_step_tokens < self._limits.max_rows + self._limits.max_chunk_tokens:
+            step.num_decoding = sum(s.num_owed == 1 and not is_ending(s) for s in running)
+        if self._shares is not None:
+            self._shares.find_ahead()
+        if not self._is_static:
+            self._start_urgent(step, now_s)
+        if step.made_room_for is not None:  # one of them may have been preempted, and started
+            running = [s for s in running if s.last_step != step.step_id]
+        self._pay_running(running, step, now_s)
         # After a preemption pages are short, and admitting would thrash; but if there is nothing
         # else to do, admitting is what goes on.
-        if not self._preempted or not (step.num_chunks or self.num_in_flight):
-            self._admit_waiting(step, now_s)
+        if not self.preemption.has_preempted or not (step.num_chunks or self.num_in_flight):
+            self._starts.start_all(step, now_s)
         else:
             step.waits_for = "pages"
         return self._finish_plan(step)
 
+    def _find_chunk_size(self) -> int | None:
+        """Returns the prompt tokens that the target leaves; None where there is none."""
+        if self.chunk_size is None:
+            return None
+        found = self.chunk_size.find(self.running)
+        if found < self._limits.max_chunk_tokens:
+            self._metrics.limited_chunk_steps.inc()
+        return found
+
     def retire(self, step_id: int) -> None:
         """The step's result is on the host: nothing of it is written any more."""
-        assert step_id == self._retired_step + 1, f"step {step_id} is out of order"
-        self._retired_step = step_id
+        assert step_id == self._pool.retired_step + 1, f"step {step_id} is out of order"
         self._pool.retire(step_id)
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Back to the front of its class, to be computed again from its first token."""
-        sequence.num_lost = max(sequence.num_lost, sequence.num_computed)
-        sequence.num_preemptions += 1
-        self.running.stop(sequence)
-        sequence.state = SequenceState.WAITING
-        self.waiting.put_back(sequence)
-        self._preempted.append(sequence.id)
-        self._metrics.preemptions.inc()
 
     def _check_step(self, max_model_tokens: int) -> None:
         tile, chunk_tokens = self._limits.chunk_tile, self._limits.max_chunk_tokens
@@ -108,26 +172,95 @@ class Planner:
                 "and scheduler.max_step_tokens to it, or turn chunked_prefill on"
             )
 
-    def _pay_running(self, step: StepBuilder) -> None:
-        """Plans running sequences in order; when pages run out, the last in order gives its up."""
-        if self._max_step_tokens < self._limits.max_rows + self._limits.max_chunk_tokens:
-            step.num_decoding = sum(s.num_owed == 1 and not is_ending(s) for s in self.running)
-        index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
-            index += 1
-            if is_ending(sequence):
+    def _start_urgent(self, step: StepBuilder, now_s: float) -> None:
+        """Has others give room up for who waits and comes before them, and starts it at once where
+        its pages do not wait for a step in flight."""
+        num_promised = 0
+        while first := self.preemption.make_room(step.step_id):
+            step.made_room_for = first
+            step.num_promised = sum(map(self._needs.num_promised, self.running))
+            if not self._starts.start_first(step, now_s):
+                break
+            num_promised += self._needs.num_promised(first)
+            self._metrics.joined_running.inc()
+        step.num_promised = num_promised
+
+    def _pay_running(self, running: list[Sequence], step: StepBuilder, now_s: float) -> None:
+        """Plans running sequences in order; when pages run out, the cheapest to lose gives its up.
+
+        With shares, prompts come behind all others, and take turns by tenant with what waits.
+        """
+        prompts: list[Sequence] = []
+        for sequence in running:
+            if self._pay_token(sequence, step):
                 continue
-            if sequence.last_step == self._next_step:
-                continue  # forked just now
-            if step.num_decoding and sequence.num_owed == 1:
+            if sequence.state is not SequenceState.RUNNING or is_ending(sequence):
+                continue  # preempted for one before it, or with nothing left to plan
+            num_owed = sequence.num_owed
+            if num_owed > 1 and self._shares is not None:
+                prompts.append(sequence)
+                continue
+            if step.num_decoding and num_owed == 1:
                 step.num_decoding -= 1
-            num_tokens = step.room_for(sequence.num_owed, self._may_split)
-            if num_tokens and (pages := self._take_pages(sequence, num_tokens, step)) is not None:
-                self._plan(sequence, num_tokens, step, new_pages=pages)
-            if sequence.state is SequenceState.RUNNING:  # it may have preempted itself
-                step.num_promised += self._needs.num_promised(sequence)
+            self._pay(sequence, step)
         step.num_decoding = 0  # those that were preempted before their turn
+        if self._shares is not None:
+            self._shares.charge_counted()
+        if prompts:
+            self._pay_prompts(prompts, step, now_s)
+
+    def _pay_token(self, sequence: Sequence, step: StepBuilder) -> bool:
+        """Plans the next token of one that decodes alone, within the pages it has; returns whether
+        that was all there is to do. It says what `_pay` would, in a quarter of the time.
+        """
+        request, start = sequence.request, sequence.num_computed
+        num_sampled = len(sequence.output) + sequence.num_in_flight
+        if num_sampled >= request.max_tokens or len(request.prompt) + num_sampled - start != 1:
+            return False
+        room = len(sequence.pages) * self._pool.page_size - start
+        if room < 1 or not step.has_row or len(request.sequences) > 1:
+            return False
+        if start < sequence.num_lost or request.sampling.prompt_logprobs is not None:
+            return False
+        if step.num_decoding:
+            step.num_decoding -= 1
+        if self._shares is not None:
+            self._shares.count_token(request.tenant)
+        step.add_token(sequence, start)
+        step.num_promised += room < 2
+        return True
+
+    def _pay(self, sequence: Sequence, step: StepBuilder) -> None:
+        """Plans what the step has room for of a running sequence's tokens."""
+        num_tokens = step.room_for(sequence.num_owed, self._may_split)
+        num_tokens = self._restraint.limit_tokens(sequence, num_tokens, step)
+        if num_tokens and (pages := self._take_pages(sequence, num_tokens, step)) is not None:
+            self._grants.plan(sequence, num_tokens, step, new_pages=pages)
+        if sequence.state is SequenceState.RUNNING:  # it may have preempted itself
+            step.num_promised += self._needs.num_promised(sequence)
+
+    def _pay_prompts(self, prompts: list[Sequence], step: StepBuilder, now_s: float) -> None:
+        """Plans running prompts, whose tenant was given least first; one that waits comes before
+        them where its tenant was given less, so that nobody's prompts fill the steps."""
+        assert self._shares is not None
+        level = self._shares.level
+        prompts = [s for s in prompts if s.state is SequenceState.RUNNING]
+        promised = {s: self._needs.num_promised(s) for s in prompts}
+        step.num_promised += sum(promised.values())
+        least = min((level(s.request.tenant) for s in prompts), default=0.0)
+        if not self.preemption.has_preempted and not self._is_static:
+            while first := self.waiting.find_first():
+                if level(first.request.tenant) >= least or not self._starts.start_first(
+                    step, now_s
+                ):
+                    break
+                self._metrics.joined_running.inc()
+        for sequence in sorted(prompts, key=lambda s: (level(s.request.tenant), s.id)):
+            if sequence.state is not SequenceState.RUNNING:
+                step.num_promised -= promised[sequence]
+                continue
+            step.num_promised -= promised[sequence]
+            self._pay(sequence, step)
 
     def _take_pages(
         self, sequence: Sequence, num_tokens: int, step: StepBuilder
@@ -143,8 +276,8 @@ class Planner:
         if step.pages_are_short:
             return None
         while num_needed > self._pool.num_free and num_needed > self._needs.num_coming():
-            victim = self.running.get_victim()
-            self.preempt(victim)
+            victim = self.preemption.find_victim(step.step_id)
+            self.preemption.preempt(victim)
             if victim is sequence:
                 return None
             num_needed = self._needs.num_needed(sequence, num_tokens)  # it may have shared a page
@@ -154,142 +287,19 @@ class Planner:
             return None
         if not self._needs.writes_shared(sequence):
             self._metrics.grown_pages.inc(num_needed)
-        return tuple(self._allocate(num_needed))
-
-    def _make_room_for_a_higher_class(self) -> None:
-        """Preempts lower classes for the first in the queue, if that is enough to admit it.
-
-        Strictly lower: two of one class never take each other's place.
-        """
-        first = self.waiting.find_first()
-        if first is None or self._is_static or self._is_in_flight(first):
-            return
-        priority = first.request.priority
-        if not self.running or self.running[-1].request.priority >= priority:
-            return
-        lower = [s for s in self.running if s.request.priority < priority and not is_ending(s)]
-        needs = self._needs
-        num_rows, num_pages = 1 + num_kept_rows(first), needs.num_to_admit(first)
-        if num_rows > needs.num_coming_rows(lower) or num_pages > needs.num_coming(lower):
-            return
-        while num_rows > needs.num_coming_rows() or num_pages > needs.num_coming():
-            self.preempt(lower.pop())
-
-    def _admit_waiting(self, step: StepBuilder, now_s: float) -> None:
-        """Starts waiting sequences in order, up to the first that cannot start now."""
-        if not self.running:
-            self._is_batch_open, self._batch_rows = True, 0
-        if self._is_static and not self._is_batch_open:
-            return
-        has_others = len(self.running) > 0
-        self._is_batch_open = False
-        while sequence := self._find_admissible(step, now_s):
-            num_tokens = step.room_for(sequence.num_owed, self._may_split)
-            if not num_tokens:
-                self._is_batch_open = True  # only this step is full: it grows on in the next
-                break
-            self._batch_rows += 1 + num_kept_rows(sequence)
-            self._start(sequence, num_tokens, step)
-            if has_others and not self._is_static:  # a static batch is not joined, it is formed
-                self._metrics.joined_running.inc()
-
-    def _find_admissible(self, step: StepBuilder, now_s: float) -> Sequence | None:
-        """Returns the first in the queue if it can start now; nobody overtakes it."""
-        sequence = self.waiting.find_first()
-        if sequence is None or is_expired(sequence.request, now_s):
-            return None
-        if self._is_in_flight(sequence):  # preempted, and its last token is not here yet
-            step.waits_for = "results"
-            return None
-        if self.running.num_free_rows < 1 + num_kept_rows(sequence):
-            step.waits_for = "rows"
-            return None
-        num_pages = self._needs.num_to_admit(sequence) + step.num_promised
-        if num_pages > self._pool.num_free:
-            step.waits_for = "pages"
-            return None
-        return sequence
-
-    def _start(self, sequence: Sequence, num_tokens: int, step: StepBuilder) -> None:
-        self.waiting.remove(sequence)
-        self.running.start(sequence)
-        num_needed = self._pool.pages_for(num_tokens)
-        if self._reserves_all:
-            num_held = self._needs.num_to_hold(sequence)
-            self._metrics.reserved_pages.inc(num_held - num_needed)
-            num_needed = num_held
-        sequence.pages += self._allocate(num_needed)
-        step.load_row(sequence)
-        self._plan(sequence, num_tokens, step)
-        step.num_promised += self._needs.num_promised(sequence)
-
-    def _plan(
-        self,
-        sequence: Sequence,
-        num_tokens: int,
-        step: StepBuilder,
-        *,
-        new_pages: tuple[int, ...] = (),
-    ) -> None:
-        """Plans a sequence's next tokens, with the pages they need."""
-        num_before = len(sequence.pages)
-        if new_pages and self._needs.writes_shared(sequence):
-            num_before = sequence.num_computed // self._pool.page_size
-            self._replace_page(sequence, num_before, *new_pages, step=step)
-        else:
-            sequence.pages += new_pages
-        has_forks = num_kept_rows(sequence) > 0 and num_tokens == sequence.num_owed
-        step.add(
-            sequence,
-            num_tokens,
-            new_pages=new_pages,
-            num_pages_before=num_before,
-            forks=self._fork(sequence, step) if has_forks else (),
-        )
-        sequence.last_step = self._next_step
-
-    def _replace_page(
-        self, sequence: Sequence, index: int, page: int, *, step: StepBuilder
-    ) -> None:
-        """Has a sequence write into a copy of a page that others read."""
-        shared = sequence.pages[index]
-        step.copy_page(shared, page)
-        self._pool.release([shared], last_step=self._next_step)
-        sequence.pages[index] = page
-
-    def _fork(self, first: Sequence, step: StepBuilder) -> list[Sequence]:
-        """Starts a request's other choices where its first has the prompt with this step."""
-        prompt_len = len(first.request.prompt)
-        shared = first.pages[: self._pool.pages_for(prompt_len)]
-        forks = find_unforked(first)
-        for sequence in forks:
-            self.running.start(sequence)
-            self._pool.share(shared, prompt_len)
-            sequence.pages += shared
-            if self._reserves_all:
-                num_own = self._needs.num_to_hold(sequence) - len(shared)
-                self._metrics.reserved_pages.inc(num_own)
-                sequence.pages += self._allocate(num_own)
-            step.load_row(sequence)
-            sequence.num_computed = prompt_len
-            sequence.num_in_flight = 1
-            sequence.last_step = self._next_step
-            if not is_ending(sequence):
-                step.num_promised += self._needs.num_promised(sequence)
-        self._metrics.forked_choices.inc(len(forks))
-        return forks
+        return tuple(self._grants.allocate(num_needed))
 
     def _finish_plan(self, step: StepBuilder) -> StepPlan:
-        preempted, self._preempted = tuple(self._preempted), []
+        preempted = self.preemption.pop_preempted()
         if not step.num_chunks:
             reason = step.waits_for if self.num_in_flight else None
             if reason:
                 self._metrics.overlap_waits.labels(reason).inc()
             return StepPlan(step_id=self._next_step, preempted=preempted, retire_first=reason)
-        plan = step.build(self._next_step, preempted)
+        plan = step.build(preempted, self.reuse.pop_moves(step.step_id))
         self._next_step += 1
         metrics = self._metrics
-        metrics.offered_rows.inc(self._batch_rows if self._is_static else step.num_chunks)
+        metrics.offered_rows.inc(self._starts.batch_rows if self._is_static else step.num_chunks)
         if step.is_mixed:
             metrics.mixed_steps.inc()
         if step.num_chunked_prompts:
@@ -297,10 +307,3 @@ class Planner:
         if step.num_recomputed:
             metrics.recomputed_tokens.inc(step.num_recomputed)
         return plan
-
-    def _allocate(self, num_pages: int) -> list[int]:
-        self._metrics.pages_allocated.inc(num_pages)
-        return self._pool.allocate(num_pages)
-
-    def _is_in_flight(self, sequence: Sequence) -> bool:
-        return sequence.last_step > self._retired_step

@@ -5,19 +5,22 @@ from collections.abc import Iterator
 
 from jaxserve.request import Sequence, SequenceState
 from jaxserve.scheduler.page_pool import PagePool
+from jaxserve.scheduler.policies import OrderOf
 
 
 class RunningSet:
-    """Class by class, oldest first. Who is in it has a row; leaving it gives row and pages up.
+    """In the policy's order. Who is in it has a row; leaving it gives row and pages up.
 
     Rows are kept for the choices that will be forked from who is in it.
     """
 
-    def __init__(self, pool: PagePool, *, num_rows: int) -> None:
+    def __init__(self, pool: PagePool, *, num_rows: int, order: OrderOf) -> None:
         self.num_rows = num_rows
+        self._order = order
         self._pool = pool
         self._sequences: list[Sequence] = []
         self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._families: dict[int, Sequence] = {}  # those of requests with several choices
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -33,26 +36,31 @@ class RunningSet:
         """Rows that nobody has and none is kept for."""
         if not self._free_rows:
             return 0
-        return len(self._free_rows) - sum(num_kept_rows(s) for s in self._sequences)
+        return len(self._free_rows) - sum(map(num_kept_rows, self._families.values()))
 
     def start(self, sequence: Sequence) -> None:
         sequence.row = self._free_rows.pop()
         sequence.state = SequenceState.RUNNING
-        bisect.insort(self._sequences, sequence, key=_order)
+        bisect.insort(self._sequences, sequence, key=self._order)
+        if len(sequence.request.sequences) > 1:
+            self._families[sequence.id] = sequence
 
     def stop(self, sequence: Sequence) -> None:
         """Takes row and pages back; a step in flight may still use them, and keeps its pages."""
         assert sequence.row is not None
-        self._sequences.remove(sequence)
+        place = bisect.bisect_left(self._sequences, self._order(sequence), key=self._order)
+        assert self._sequences.pop(place) is sequence, f"sequence {sequence.id} is out of order"
+        self._families.pop(sequence.id, None)
         self._free_rows.append(sequence.row)
         sequence.row = None
         self._pool.release(reversed(sequence.pages), last_step=sequence.last_step)
         sequence.pages.clear()
         sequence.num_computed = 0
 
-    def get_victim(self) -> Sequence:
-        """Returns the youngest of the lowest class that will not leave by itself."""
-        return next(s for s in reversed(self._sequences) if not is_ending(s))
+    def is_in_flight(self, sequence: Sequence) -> bool:
+        """Whether a step that a sequence is in, or was in before it was preempted, has not retired
+        yet."""
+        return sequence.last_step > self._pool.retired_step
 
     def find_ending(self) -> list[Sequence]:
         """Returns those whose rows and pages come free with the steps in flight."""
@@ -65,8 +73,11 @@ class RunningSet:
         assert len(set(rows)) == len(rows), f"a row twice: {rows}"
         assert None not in rows, f"running without a row: {rows}"
         num_kept = sum(num_kept_rows(sequence) for sequence in self._sequences)
+        assert len(self._free_rows) - num_kept == self.num_free_rows or not self._free_rows
         assert num_kept <= len(self._free_rows), "rows that are kept for forks were given away"
-        assert self._sequences == sorted(self._sequences, key=_order), "running is out of order"
+        assert self._sequences == sorted(self._sequences, key=self._order), (
+            "running is out of order"
+        )
 
 
 def is_ending(sequence: Sequence) -> bool:
@@ -90,7 +101,3 @@ def num_kept_rows(sequence: Sequence) -> int:
     if len(sequence.request.sequences) == 1:
         return 0
     return len(find_unforked(sequence)) if sequence.request.max_tokens else 0
-
-
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return -sequence.request.priority, sequence.id

@@ -3,10 +3,21 @@
 from collections.abc import Iterable
 from typing import Literal
 
-from jaxserve.plan import Chunk, Fork, PageCopy, PromptScoring, RowLoad, StepLimits, StepPlan
+from jaxserve.host_pages import MAX_SWAP_IN
+from jaxserve.plan import (
+    Chunk,
+    Fork,
+    PageCopy,
+    PageIn,
+    PageOut,
+    PromptScoring,
+    RowLoad,
+    StepLimits,
+    StepPlan,
+)
 from jaxserve.request import Sequence
 
-RetireReason = Literal["pages", "rows", "results"]
+RetireReason = Literal["pages", "rows", "results", "prefill"]
 
 
 class StepBuilder:
@@ -18,24 +29,46 @@ class StepBuilder:
       pages_are_short: an older sequence waits for pages, so no younger one may take any.
       waits_for: what a launched step would bring, where something could not be planned.
       num_promised: pages that the running prompts will still need.
+      num_restrained: prompt tokens of tenants that are ahead, in tiles.
+      made_room_for: who waits and others were preempted for.
     """
 
-    def __init__(self, limits: StepLimits, *, max_tokens: int, max_chunks: int) -> None:
+    def __init__(
+        self,
+        limits: StepLimits,
+        *,
+        step_id: int,
+        max_tokens: int,
+        max_chunks: int,
+        max_chunk_tokens: int | None = None,
+    ) -> None:
+        """Args:
+        max_chunk_tokens: less than the limit, rounded to tiles.
+        """
+        self.step_id = step_id
         self.num_decoding = 0
         self.pages_are_short = False
         self.waits_for: RetireReason | None = None
         self.num_promised = 0
+        self.num_restrained = 0
+        self.made_room_for: Sequence | None = None
         self.num_chunked_prompts = 0
         self.num_recomputed = 0
         self._tile = limits.chunk_tile
         self._tokens_left = max_tokens
         self._rows_left = limits.max_rows
         self._chunks_left = max_chunks
-        self._chunk_tokens_left = limits.max_chunk_tokens
+        self._chunk_tokens_left = max_chunk_tokens or limits.max_chunk_tokens
         self._singles: list[Chunk] = []
         self._longer: list[Chunk] = []
         self._row_loads: list[RowLoad] = []
         self._copies: list[PageCopy] = []
+        self._swap_in: list[PageIn] = []
+
+    @property
+    def has_row(self) -> bool:
+        """Whether there is room for one token more."""
+        return self._tokens_left > 0 and self._rows_left > 0
 
     @property
     def num_chunks(self) -> int:
@@ -89,7 +122,7 @@ class StepBuilder:
             row=sequence.row,
             start=start,
             num_tokens=num_tokens,
-            token_ids=_token_ids(sequence, start, end) if end <= num_known else None,
+            token_ids=sequence.token_ids(start, end) if end <= num_known else None,
             samples=samples,
             output_index=len(sequence.output) + sequence.num_in_flight if samples else 0,
             prompt_len=len(request.prompt),
@@ -103,19 +136,65 @@ class StepBuilder:
             else _score(sequence, start, end),
         )
         self._spend(chunk)
-        if start == 0 and not pays_all and not sequence.num_preemptions:
+        is_first = start == request.num_cached and not sequence.num_preemptions
+        if is_first and not pays_all:
             self.num_chunked_prompts += 1
         if start < sequence.num_lost:
             self.num_recomputed += min(end, sequence.num_lost) - start
         sequence.num_computed = end
         sequence.num_in_flight += samples
 
+    def add_token(self, sequence: Sequence, start: int) -> None:
+        """Plans the next token of a sequence that decodes and moves it on: what `add` does, where
+        nothing else is to be thought of. Nine in ten calls are this one.
+
+        Args:
+          start: its tokens that are computed; there is a place for one more in its pages.
+        """
+        request, row = sequence.request, sequence.row
+        assert row is not None
+        num_in_flight = sequence.num_in_flight
+        self._singles.append(
+            Chunk(
+                sequence.id,
+                row,
+                start,
+                1,
+                None if num_in_flight else sequence.token_ids(start, start + 1),
+                True,
+                len(sequence.output) + num_in_flight,
+                len(request.prompt),
+                (),
+                0,
+                (),
+                request.is_masked,
+                request.sampling.logprobs,
+            )
+        )
+        self._tokens_left -= 1
+        self._rows_left -= 1
+        sequence.num_computed = start + 1
+        sequence.num_in_flight = num_in_flight + 1
+        sequence.last_step = self.step_id
+
     def copy_page(self, source: int, target: int) -> None:
         """Plans a copy that is made before this step writes anything."""
         self._copies.append(PageCopy(source=source, target=target))
 
+    def has_room_to_swap_in(self, num_pages: int) -> bool:
+        """Whether so many pages more can come back with this step."""
+        return len(self._swap_in) + num_pages <= MAX_SWAP_IN
+
+    def swap_in(self, host_pages: Iterable[int], pages: Iterable[int]) -> None:
+        """Plans that pages of host memory come back, into the first of a sequence's new pages."""
+        self._swap_in += [
+            PageIn(host_page=host_page, page=page)
+            for host_page, page in zip(host_pages, pages, strict=False)
+        ]
+
     def load_row(self, sequence: Sequence) -> None:
-        """Plans the filling of the row a sequence has just been given; its pages are in it."""
+        """Plans the filling of the row a sequence has just been given; its pages are in it, and
+        those of what it need not compute are written."""
         assert sequence.row is not None
         request = sequence.request
         is_counted = request.sampling.has_penalties
@@ -124,6 +203,7 @@ class StepBuilder:
                 sequence_id=sequence.id,
                 row=sequence.row,
                 pages=tuple(sequence.pages),
+                num_cached=sequence.num_computed,
                 sampling=request.sampling,
                 seed=request.seed,
                 choice=sequence.choice,
@@ -133,12 +213,14 @@ class StepBuilder:
             )
         )
 
-    def build(self, step_id: int, preempted: tuple[int, ...]) -> StepPlan:
+    def build(self, preempted: tuple[int, ...], swap_out: tuple[PageOut, ...]) -> StepPlan:
         return StepPlan(
-            step_id=step_id,
+            step_id=self.step_id,
             chunks=(*self._singles, *self._longer),
             row_loads=tuple(self._row_loads),
             copies=tuple(self._copies),
+            swap_out=swap_out,
+            swap_in=tuple(self._swap_in),
             preempted=preempted,
         )
 
@@ -151,16 +233,6 @@ class StepBuilder:
         self._chunks_left -= 1
         self._chunk_tokens_left -= -(-chunk.num_tokens // self._tile) * self._tile
         self._longer.append(chunk)
-
-
-def _token_ids(sequence: Sequence, start: int, end: int) -> tuple[int, ...]:
-    prompt, output = sequence.request.prompt, sequence.output
-    num_prompt = len(prompt)
-    if end <= num_prompt:
-        return prompt[start:end]
-    if start >= num_prompt:
-        return tuple(output[start - num_prompt : end - num_prompt])
-    return (*prompt[start:], *output[: end - num_prompt])
 
 
 def _fork(sequence: Sequence) -> Fork:

@@ -17,7 +17,13 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 import jaxserve
 from jaxserve.engine import EngineState
-from jaxserve.errors import ConfigError, InvalidRequestError, ReloadError, UnsupportedError
+from jaxserve.errors import (
+    ConfigError,
+    InvalidRequestError,
+    NotServingError,
+    ReloadError,
+    UnsupportedError,
+)
 from jaxserve.gen import admin_pb2, admin_pb2_grpc
 from jaxserve.metrics import Metrics
 from jaxserve.server.convert import read_seconds
@@ -213,7 +219,15 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self, message: admin_pb2.FlushPrefixCacheRequest, context: Context
     ) -> admin_pb2.FlushPrefixCacheResponse:
         async with self._edge.call(context, "FlushPrefixCache"):
-            raise UnsupportedError("this version has no prefix cache")
+            _refuse_unknown(message)
+            if not self._door.config.prefix_cache.enabled:
+                raise UnsupportedError("prefix_cache.enabled is false: nothing is kept")
+            engine = self._door.find_engine()
+            if engine is None:
+                raise NotServingError("the engine is starting; nothing is kept yet")
+            num_freed = await asyncio.wrap_future(engine.flush_prefix_cache())
+            logger.warning("the prefix cache was flushed freed_pages=%d", num_freed)
+        return admin_pb2.FlushPrefixCacheResponse(freed_pages=num_freed)
 
 
 def dump_config(door: Door) -> str:

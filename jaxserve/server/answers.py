@@ -24,7 +24,10 @@ FINISH_REASONS: Final[Mapping[FinishReason, generation_pb2.FinishReason]] = {
 def build_start(started: events.Started, model: ServedModel) -> generation_pb2.GenerationStart:
     """Returns the start without the prompt's log-probabilities."""
     return generation_pb2.GenerationStart(
-        request_id=started.request_id, model=model.name, prompt_tokens=started.prompt_tokens
+        request_id=started.request_id,
+        model=model.name,
+        prompt_tokens=started.prompt_tokens,
+        cached_prompt_tokens=started.cached_prompt_tokens,
     )
 
 

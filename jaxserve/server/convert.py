@@ -75,6 +75,7 @@ def read_generate(
             if message.HasField("queue_timeout")
             else None
         ),
+        cache_salt=message.cache_salt,
     )
 
 

@@ -78,6 +78,7 @@ SUPPORTED: Final[Mapping[str, frozenset[str]]] = {
         "structured_output.choice.choices",
         "structured_output.lark_grammar",
         "priority",
+        "cache_salt",
         "queue_timeout",
     },
     generation_pb2.ScoreRequest.DESCRIPTOR.full_name: frozenset(
@@ -105,7 +106,7 @@ SUPPORTED: Final[Mapping[str, frozenset[str]]] = {
     model_pb2.GetModelRequest.DESCRIPTOR.full_name: frozenset({"name"}),
 }
 REFUSED: Final[Mapping[str, frozenset[str]]] = {
-    generation_pb2.GenerateRequest.DESCRIPTOR.full_name: frozenset({"adapter", "cache_salt"}),
+    generation_pb2.GenerateRequest.DESCRIPTOR.full_name: frozenset({"adapter"}),
     generation_pb2.ScoreRequest.DESCRIPTOR.full_name: frozenset({"adapter"}),
 }
 

@@ -7,7 +7,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from jaxserve.errors import QueueFullError, QuotaError
+from jaxserve.errors import DeadlineUnreachableError, QueueFullError, QuotaError
 from jaxserve.server.status import find_reason, find_row, public_field, public_message
 
 DOMAIN: Final = "jaxserve"
@@ -45,7 +45,7 @@ def build_status(error: Exception, *, request_id: str) -> grpc.Status:
             subject=f"quota:{error.quota}", description=message
         )
         details.append(_pack(error_details_pb2.QuotaFailure(violations=[exceeded])))
-    if isinstance(error, QueueFullError | QuotaError):
+    if isinstance(error, QueueFullError | QuotaError | DeadlineUnreachableError):
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))

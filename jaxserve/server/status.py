@@ -63,6 +63,7 @@ TABLE: Final[Mapping[type[errors.JaxserveError], Row]] = {
     errors.NoChatTemplateError: Row("FAILED_PRECONDITION", 400),
     errors.QueueFullError: Row("RESOURCE_EXHAUSTED", 429),
     errors.SlowReaderError: Row("RESOURCE_EXHAUSTED", 429),
+    errors.DeadlineUnreachableError: Row("RESOURCE_EXHAUSTED", 429),
     errors.DeadlineError: Row("DEADLINE_EXCEEDED", 504),
     errors.RequestCancelledError: Row("CANCELLED", 499, "CANCELLED"),
     errors.NumericsError: Row("INTERNAL", 500),

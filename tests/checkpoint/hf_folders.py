@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from jaxserve.checkpoint.header import NumpyParams
 from jaxserve.checkpoint.hf_config import read_model_config
 from jaxserve.checkpoint.layout import hf_sources, stored_shapes
+from jaxserve.kernels.choice import Kernels
 from jaxserve.kernels.paged_attention import Impl
 from jaxserve.model.config import ModelConfig
 from tests.model.golden import hf_families
@@ -73,7 +74,7 @@ def paged_logits(
     """The logits that are stored of a case, from our paged forward."""
     pages = list(range(3, 3 + -(-NUM_TOKENS // 4)))
     logits = run_in_chunks(
-        PagedModel(params, config, attention=attention),
+        PagedModel(params, config, kernels=Kernels(attention=attention)),
         TOKEN_IDS,
         chunks=CHUNKS,
         pages=pages,

@@ -11,6 +11,7 @@ import pytest
 from jax import numpy as jnp
 
 from jaxserve.checkpoint.safetensors import HfFolderSource
+from jaxserve.kernels.choice import Kernels
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.params import Params
 from jaxserve.model.transformer import TokenBatch, forward, logits
@@ -61,9 +62,10 @@ def compute_logits(params: Params, config: ModelConfig, prompt_len: int) -> np.n
             config=config,
             num_single_rows=0,
             tile=NUM_TOKENS,
-            attention="reference",
+            kernels=Kernels(attention="reference"),
         )
-        return np.asarray(logits(params, hidden_TD, config=config))[:, : config.vocab_size]
+        logits_TV = logits(params, hidden_TD, config=config, matmul="xla")
+        return np.asarray(logits_TV)[:, : config.vocab_size]
 
 
 def distance(name: str, params: Params, config: ModelConfig) -> float:

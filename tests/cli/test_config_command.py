@@ -28,10 +28,11 @@ def _log_level() -> Iterator[None]:
 
 GEOMETRIC = '{"first": 8, "last": 32, "ratio": 2}'
 FREE = '{"queue_share": 1.0}'
-OPEN = dict.fromkeys(TenantLimits.model_fields) | {"queue_share": 1.0}
+OPEN = dict.fromkeys(TenantLimits.model_fields) | {"queue_share": 1.0, "weight": 1.0}
 VALUES: dict[str, tuple[str, object]] = {
     "admin.address": ("unix:/a", "unix:/a"),
     "limits.max_header_bytes": ("20000", 20000),
+    "prefix_cache.shared_namespaces": ('{"team": ["a", "b"]}', {"team": ["a", "b"]}),
     "sampling.frequency_penalty": ("-0.5", -0.5),
     "sampling.min_p": ("0.25", 0.25),
     "sampling.presence_penalty": ("0.5", 0.5),

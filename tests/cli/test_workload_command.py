@@ -238,7 +238,7 @@ def test_serve_records_only_where_the_configuration_says_so(
     served: list[Engine], tmp_path: Path
 ) -> None:
     assert serve_with() == 0
-    assert served[0]._taps == []
+    assert served[0]._loop.taps == []
     served.clear()
     path = tmp_path / "r.jsonl"
     assert serve_with(f"measure.record_path={path}") == 0

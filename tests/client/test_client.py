@@ -32,7 +32,7 @@ from jaxserve.client.requests import GenerateOptions, build_generate
 from jaxserve.config import ServerSection
 from jaxserve.gen import generation_pb2
 from jaxserve.server.app import Server
-from tests.engines import build_engine
+from tests.engines import NO_CACHE, build_engine
 from tests.fakes import EOS_ID, say
 from tests.server.harness import Running, Steps, local, run_server, until
 
@@ -57,7 +57,10 @@ async def gather(events: AsyncIterator[Event]) -> list[Event]:
 
 @ASYNC
 async def test_both_clients_give_the_same_records() -> None:
-    async with run_server(script=SCRIPT) as running, AsyncClient(running.target) as client:
+    async with (
+        run_server(script=SCRIPT, prefix_cache=NO_CACHE) as running,
+        AsyncClient(running.target) as client,
+    ):
         options: GenerateOptions = {"request_id": "r", "include_token_ids": True}
         first = await client.generate("Hi!", **options)
         second = await blocking(running, lambda c: c.generate("Hi!", **options))
@@ -182,7 +185,9 @@ def test_every_field_of_the_proto_is_an_option() -> None:
         )
         for field in message.DESCRIPTOR.fields
     }
-    top = {"request_id", "model", "priority", "queue_timeout_s", "structured_output"}
+    top = {
+        "request_id", "model", "priority", "cache_salt", "queue_timeout_s", "structured_output",
+    }  # fmt: skip
     assert GenerateOptions.__annotations__.keys() == fields | top | {"tool_choice", "tool_function"}
 
 

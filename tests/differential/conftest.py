@@ -1,4 +1,4 @@
-"""One compiled E0 runner for the directory: compiling is what its tests cost."""
+"""Compiled E0 runners for the directory: compiling is what its tests cost."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +9,8 @@ from jaxserve.metrics import Metrics
 from jaxserve.runner.runner import Runner
 from tests.differential import small
 from tests.differential.stage import MODEL, tiny_params
+from tests.differential.test_windows_and_lengths import MODEL as WINDOWS
+from tests.differential.test_windows_and_lengths import SMALL, params
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +21,13 @@ def small_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def _compiled_small(small_cache: Path) -> Runner:
     return Runner(tiny_params(), MODEL, small.CONFIG, metrics=Metrics(), cache_dir=small_cache)
+
+
+@pytest.fixture(scope="session")
+def windows_runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """With windows of 6, and a RoPE that follows the length beyond 16."""
+    cache_dir = tmp_path_factory.mktemp("windows")
+    return Runner(params(), WINDOWS, SMALL, metrics=Metrics(), cache_dir=cache_dir)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from jaxserve.config import Config
+from jaxserve.config import Config, PrefixCacheSection
 from jaxserve.engine import Stream
 from jaxserve.model.params import Params
 from jaxserve.request import GenerationRequest, Request, SamplingParams, SequenceState
@@ -84,16 +84,27 @@ class Guest:
 class Play:
     """One engine and its guests. The runner is shared: rows and pages hold what others left."""
 
-    def __init__(self, runner: Runner, *, overlap: bool = True, config: Config = CONFIG) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        overlap: bool = True,
+        config: Config = CONFIG,
+        changing_ropes: tuple[tuple[str, int], ...] = (),
+    ) -> None:
         section = config.runner.model_copy(update={"overlap": overlap})
-        self.engine = build_engine(runner, config.model_copy(update={"runner": section}))
+        self.engine = build_engine(
+            runner,
+            config.model_copy(update={"runner": section}),
+            changing_ropes=changing_ropes,
+        )
         self.runner = runner
         self.guests: list[Guest] = []
         self.num_steps = 0
 
     def submit(self, asked: GenerationRequest, *, preempt_at: Sequence[int] = ()) -> Guest:
         stream = self.engine.submit(asked)
-        live = self.engine._intake.find(stream.request_id)
+        live = self.engine._intake.find(stream.request_id, asked.tenant)
         assert live is not None
         guest = Guest(request=live.request, stream=stream, preempt_at=list(preempt_at))
         self.guests.append(guest)
@@ -101,7 +112,7 @@ class Play:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.engine._intake.live() or self.engine._in_flight)
+        return bool(self.engine._intake.live() or self.engine._loop._in_flight)
 
     def step(self) -> None:
         for guest in self.guests:
@@ -110,7 +121,7 @@ class Play:
                 del due[0]
                 guest.preempted_at.append(len(guest.output))
                 self.engine._scheduler.preempt(guest.request)
-        self.engine._step()
+        self.engine._loop.step()
         self.engine._scheduler.check()
         self.num_steps += 1
         assert self.num_steps < 20_000, "stuck"
@@ -139,12 +150,13 @@ def run_all(
     preempt_at: Sequence[Sequence[int]] = (),
     overlap: bool = True,
     max_at_once: int = 1000,
+    cache: PrefixCacheSection = CONFIG.prefix_cache,
 ) -> list[Output]:
     """Runs all to the end, and returns the outputs in the same order.
 
     Where few enough run at once for the pages, each is first preempted exactly where it is to be.
     """
-    play = Play(runner, overlap=overlap)
+    play = Play(runner, overlap=overlap, config=CONFIG.model_copy(update={"prefix_cache": cache}))
     points = preempt_at or [()] * len(asked)
     guests: list[Guest] = []
     for request, at in zip(asked, points, strict=True):

@@ -30,12 +30,14 @@ MODEL = ModelConfig(
     layers=(LayerConfig(rope=RopeConfig(theta=10000.0)),) * 3,
     tied_head=False,
 )
+# Of sizes that the native products take.
+EVEN_MODEL = dataclasses.replace(MODEL, hidden_size=64, mlp_size=160)
 EOS_ID = 130
 
 
 @functools.cache
-def tiny_params(dtype: str = "float32") -> Params:
-    return init_params(MODEL, jax.random.key(3), dtype)
+def tiny_params(dtype: str = "float32", model: ModelConfig = MODEL) -> Params:
+    return init_params(model, jax.random.key(3), dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,12 @@ class Shape:
     chunk: int
     decode_seqs: tuple[int, ...]
     dtype: str = "float32"
+    attention: str = "xla"
+    matmul: str = "xla"
+
+    @property
+    def model(self) -> ModelConfig:
+        return EVEN_MODEL if self.matmul == "native" else MODEL
 
     @property
     def config(self) -> Config:
@@ -61,24 +69,35 @@ class Shape:
                     "chunk_tile": tile,
                 },
                 "limits": {"max_logit_bias": 4, "max_stop_token_ids": 4},
-                "runner": {"forbid_recompile": True},
+                "runner": {
+                    "forbid_recompile": True,
+                    "attention": self.attention,
+                    "matmul": self.matmul,
+                },
             }
         )
 
 
 def build_runner(shape: Shape, cache_dir: Path) -> Runner:
     return Runner(
-        tiny_params(shape.dtype), MODEL, shape.config, metrics=Metrics(), cache_dir=cache_dir
+        tiny_params(shape.dtype, shape.model),
+        shape.model,
+        shape.config,
+        metrics=Metrics(),
+        cache_dir=cache_dir,
     )
 
 
-def build_engine(runner: Runner, config: Config) -> Engine:
+def build_engine(
+    runner: Runner, config: Config, *, changing_ropes: tuple[tuple[str, int], ...] = ()
+) -> Engine:
     """Returns an engine that takes requests, but whose thread does not run: tests call `_step`."""
     model = ServedModel(
         name="tiny",
         max_model_tokens=runner.max_model_tokens,
         vocab_size=MODEL.vocab_size,
         eos_ids=frozenset({EOS_ID}),
+        changing_ropes=changing_ropes,
     )
     engine = Engine(
         runner=runner,
@@ -109,18 +128,18 @@ def run_to_end(
     for mate in early:
         engine.submit(mate)
     for _ in range(2 if early else 0):
-        engine._step()
+        engine._loop.step()
     stream = engine.submit(target)
     live = engine._intake.find(stream.request_id)
     assert live is not None
     request = live.request
     steps = 0
-    while engine._intake.live() or engine._in_flight:
+    while engine._intake.live() or engine._loop._in_flight:
         if steps % 2 == 1 and late:
             engine.submit(late.pop())
         if _is_time(request, preempt_at):
             engine._scheduler.preempt(request)
-        engine._step()
+        engine._loop.step()
         engine._pool.check()
         steps += 1
         assert steps < 5000, "the target is stuck"

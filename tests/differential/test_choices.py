@@ -58,7 +58,7 @@ def test_each_choice_is_the_separate_request_of_that_choice(small_runner: Runner
     for choice in range(4):
         play = Play(small_runner)
         guest = play.submit(DRAWN)
-        play.engine._take_inbox()
+        play.engine._loop._take_inbox()
         guest.request.sequences[0].choice = choice
         play.run()
         assert play.read(guest).token_ids == together.token_ids[choice]

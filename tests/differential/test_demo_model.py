@@ -47,8 +47,8 @@ def test_the_demo_model_says_what_transformers_says(engine: Engine) -> None:
         for golden in GOLDEN
     ]
     steps = 0
-    while engine._intake.live() or engine._in_flight:
-        engine._step()
+    while engine._intake.live() or engine._loop._in_flight:
+        engine._loop.step()
         steps += 1
         if steps in PREEMPT_AT and (running := list(engine._scheduler._running)):
             engine._scheduler.preempt(running[steps % len(running)].request)

@@ -41,6 +41,24 @@ AXES = {
     "sampling": tuple(SAMPLING),
 }
 NIGHTLY_AXES = {**AXES, "decode_seqs": ((2,), (4,), (32,), (64,), (2, 4, 32, 64))}
+# Native kernels, each with what it computes: attention of any weights, products of bfloat16.
+NATIVE_AXES = {
+    "chunk": (1, 5, 64),
+    "decode_seqs": ((2,), (2, 4, 32, 64)),
+    "num_mates": (0, 5, 40),
+    "preempt_at": (None, 0, 5),
+    "overlap": (True, False),
+    "sampling": tuple(SAMPLING),
+    "attention": ("native",),
+}
+# No step has more rows than the native product takes.
+NATIVE_BFLOAT16_AXES = {
+    **NATIVE_AXES,
+    "chunk": (1, 5, 16),
+    "decode_seqs": ((1,), (2,), (2, 4, 8)),
+    "matmul": ("native",),
+    "dtype": ("bfloat16",),
+}
 PLAIN = stage.Shape(chunk=64, decode_seqs=(2,))
 BuildRunner = Callable[[stage.Shape], Runner]
 
@@ -78,6 +96,8 @@ def run(runner_of: BuildRunner, case: Case) -> tuple[list[int], int]:
         chunk=case.get("chunk", PLAIN.chunk),  # type: ignore[arg-type]  # a case's values are objects
         decode_seqs=case.get("decode_seqs", PLAIN.decode_seqs),  # type: ignore[arg-type]
         dtype=str(case.get("dtype", PLAIN.dtype)),
+        attention=str(case.get("attention", PLAIN.attention)),
+        matmul=str(case.get("matmul", PLAIN.matmul)),
     )
     config = shape.config
     config = config.model_copy(
@@ -112,6 +132,31 @@ def test_every_pair_of_circumstances_gives_the_same_tokens(
     runner_of: BuildRunner, expected: dict[str, list[int]], case: Case
 ) -> None:
     check(runner_of, expected, case)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("case", covering_array(NATIVE_AXES), ids=case_id)
+def test_native_attention_gives_the_tokens_of_xlas(
+    runner_of: BuildRunner, expected: dict[str, list[int]], case: Case
+) -> None:
+    check(runner_of, expected, case)
+
+
+@pytest.fixture(scope="module")
+def native_expected(runner_of: BuildRunner) -> dict[str, list[int]]:
+    """In bfloat16 by native kernels, each request alone."""
+    plain: Case = {name: values[-1] for name, values in NATIVE_BFLOAT16_AXES.items()}
+    plain |= {"num_mates": 0, "preempt_at": None, "decode_seqs": (2,)}
+    return {name: run(runner_of, {**plain, "sampling": name})[0] for name in SAMPLING}
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("case", covering_array(NATIVE_BFLOAT16_AXES), ids=case_id)
+def test_native_kernels_give_the_same_tokens_in_bfloat16(
+    runner_of: BuildRunner, native_expected: dict[str, list[int]], case: Case
+) -> None:
+    """Over chunking too: a row's number does not depend on how many rows there are."""
+    check(runner_of, native_expected, case)
 
 
 @pytest.mark.nightly

@@ -1,9 +1,11 @@
 """A preempted request goes on as if nothing had happened, on the real runner (C12, C14, C30)."""
 
+import dataclasses
 import itertools
 
 import pytest
 
+from jaxserve.config import PrefixCacheSection
 from jaxserve.request import FinishReason, GenerationRequest
 from jaxserve.runner.runner import Runner
 from tests.differential.small import (
@@ -48,16 +50,23 @@ SETTINGS = {
 
 
 def facts(output: Output) -> tuple[object, ...]:
-    """All of an output that a preemption must not change."""
+    """All of an output that a preemption must not change; those after the first find its prompt."""
     finished = output.finished
-    return output.text, output.token_ids, finished.reason, finished.matched_stop, finished.usage
+    usage = dataclasses.replace(finished.usage, cached_prompt_tokens=0)
+    return output.text, output.token_ids, finished.reason, finished.matched_stop, usage
 
 
 def check_everywhere(runner: Runner, asked: GenerationRequest, *, overlap: bool) -> Output:
-    """Preempts the request at every point, all of them mates of each other; returns the unhurt."""
-    (unhurt,) = run_all(runner, [asked], overlap=overlap)
+    """Preempts the request at every point, all of them mates of each other; returns the unhurt.
+
+    With overlap they find their pages in the prefix cache again, without it all is computed again.
+    """
+    cache = PrefixCacheSection(enabled=overlap)
+    (unhurt,) = run_all(runner, [asked], overlap=overlap, cache=cache)
     asked_all = [asked] * len(POINTS)
-    hurt = run_all(runner, asked_all, preempt_at=POINTS, overlap=overlap, max_at_once=2)
+    hurt = run_all(
+        runner, asked_all, preempt_at=POINTS, overlap=overlap, max_at_once=2, cache=cache
+    )
     for points, output in zip(POINTS, hurt, strict=True):
         assert facts(output) == facts(unhurt), points
         assert output.finished.execution.preemptions >= len(points)

@@ -6,12 +6,10 @@ changes once a sequence is longer than 16. Prompts are shorter and longer than b
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import pytest
 
 from jaxserve.config import Config
-from jaxserve.metrics import Metrics
 from jaxserve.model.config import LayerConfig, ModelConfig
 from jaxserve.model.params import Params
 from jaxserve.runner.runner import Runner
@@ -67,12 +65,6 @@ def right_output(prompt: tuple[int, ...]) -> list[int]:
     return oracle_greedy(params(), prompt, MODEL, num_tokens=NUM_TOKENS)
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    cache_dir: Path = tmp_path_factory.mktemp("windows")
-    return Runner(params(), MODEL, SMALL, metrics=Metrics(), cache_dir=cache_dir)
-
-
 def check_outputs(runner: Runner, *, preempt_at: dict[int, tuple[int, ...]]) -> list[int]:
     """Runs all prompts at once, each to be preempted at these output lengths; returns how often
     each was."""
@@ -87,20 +79,20 @@ def check_outputs(runner: Runner, *, preempt_at: dict[int, tuple[int, ...]]) -> 
     return [guest.num_preemptions for guest in guests]
 
 
-def test_mates_and_chunks_change_nothing(runner: Runner) -> None:
-    check_outputs(runner, preempt_at={})
+def test_mates_and_chunks_change_nothing(windows_runner: Runner) -> None:
+    check_outputs(windows_runner, preempt_at={})
 
 
-def test_preemptions_change_nothing(runner: Runner) -> None:
+def test_preemptions_change_nothing(windows_runner: Runner) -> None:
     """Before the original length is passed, after it, and twice."""
     points = {0: (1, 8), 2: (1, 5), 3: (3,), 4: (2, 2), 5: (9,)}
-    counts = check_outputs(runner, preempt_at=points)
+    counts = check_outputs(windows_runner, preempt_at=points)
     assert all(counts[index] >= len(at) for index, at in points.items())
 
 
-def test_a_prompt_alone_gets_the_same(runner: Runner) -> None:
+def test_a_prompt_alone_gets_the_same(windows_runner: Runner) -> None:
     for prompt in PROMPTS[-2:]:
-        play = Play(runner, config=SMALL, overlap=False)
+        play = Play(windows_runner, config=SMALL, overlap=False)
         guest = play.submit(ask(prompt, max_tokens=NUM_TOKENS))
         play.run()
         assert play.read(guest).token_ids == right_output(prompt)

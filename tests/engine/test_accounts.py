@@ -183,7 +183,8 @@ def test_a_preemption_counts_no_phase_of_a_request_twice(num_steps: int) -> None
     for name in ("queue_seconds", "prefill_seconds", "time_to_first_token_seconds"):
         assert value(f"{name}_count") == 1, name
     assert (value("preemptions_total"), value("prompt_tokens_total")) == (1, len(LONG))
-    assert value("recomputed_tokens_total") == {1: 6, 2: 9, 3: 10}[num_steps]
+    # lost were 6, 9 and 10; the full pages of retired steps are found again
+    assert value("recomputed_tokens_total") == {1: 6, 2: 9 - 4, 3: 10 - 8}[num_steps]
     assert value("inter_token_seconds_count") == 3
     stage.close()
 

@@ -242,13 +242,13 @@ def test_times_between_tokens_are_each_choices_own() -> None:
 
 def test_what_a_step_compiled_is_waited_for_once_by_all_choices() -> None:
     engine, runner = build_engine()
-    retire = engine._in_flight.retire
+    retire = engine._loop._in_flight.retire
 
     def retire_slowly() -> tuple[StepPlan, StepResult]:
         plan, result = retire()
         return plan, dataclasses.replace(result, compile_s=2.0)
 
-    engine._in_flight.retire = retire_slowly  # type: ignore[method-assign]
+    engine._loop._in_flight.retire = retire_slowly  # type: ignore[method-assign]
     with serve(engine, runner):
         outputs = gather_choices(engine.submit(ask(PROMPT, **DRAWN, num_choices=3)))
     assert outputs.finished.timings.compile_s == 2.0 * 8

@@ -1,18 +1,27 @@
 """What breaks: one request's numbers, one reader's patience, or the engine itself."""
 
+import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 
-from jaxserve.config import LimitsSection
+from jaxserve.config import LimitsSection, SchedulerSection
 from jaxserve.engine import Delta, Engine, EngineState, Event
-from jaxserve.errors import EngineDeadError, JaxserveError, NumericsError, SlowReaderError
-from jaxserve.plan import StepPlan, StepResult
+from jaxserve.errors import (
+    DeadlineUnreachableError,
+    EngineDeadError,
+    JaxserveError,
+    NumericsError,
+    SlowReaderError,
+)
+from jaxserve.plan import Bucket, StepPlan, StepResult
 from jaxserve.request import SamplingParams
-from jaxserve.scheduler.scheduler import Scheduler, Update
-from tests.engines import LIMITS, ask, build_engine, gather, serve
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.settlement import Update
+from jaxserve.scheduler.step_time import StepWork
+from tests.engines import LIMITS, ask, build_engine, check_accounts, gather, serve
 from tests.fakes import VOCAB_SIZE, Script, expected_output
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -90,10 +99,17 @@ class BrokenSchedule(Scheduler):
 
 
 class BrokenCommit(Scheduler):
-    def commit(self, plan: StepPlan, result: StepResult, stopped: object = ()) -> list[Update]:
+    def commit(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        stopped: Collection[int] = (),
+        *,
+        now_s: float | None = None,
+    ) -> list[Update]:
         if plan.step_id == 4:
             raise ValueError("commit broke")
-        return super().commit(plan, result, stopped)  # type: ignore[arg-type]  # passed on
+        return super().commit(plan, result, stopped, now_s=now_s)
 
 
 def break_at(where: str) -> Callable[[StepPlan], None]:
@@ -197,3 +213,18 @@ def test_a_scheduler_that_never_plans_a_request_is_a_failure_not_a_hang(
     engine, runner = build_engine(step_limits=LIMITS)
     with serve(engine, runner), pytest.raises(JaxserveError, match="RuntimeError"):
         gather(engine.submit(ask((1,))))
+
+
+def test_a_deadline_out_of_reach_ends_the_stream_before_anything_runs() -> None:
+    engine, runner = build_engine(scheduler=SchedulerSection(policy="edf"))
+    bucket = Bucket(decode_seqs=4, verify_tokens=1, chunk_tokens=64)
+    for kv in range(20):
+        engine.step_times.observe(bucket, StepWork(kv, kv), 5.0)
+    with serve(engine, runner):
+        asked = dataclasses.replace(ask((1, 2), max_tokens=5), deadline_s=engine.now() + 10.0)
+        with pytest.raises(DeadlineUnreachableError, match="would miss its deadline") as caught:
+            gather(engine.submit(asked))
+        assert 10.0 < caught.value.retry_after_s < 60.0
+        assert gather(engine.submit(ask((1, 2), max_tokens=2, ignore_eos=True))).token_ids
+    assert engine.metrics.value("requests_finished_total", reason="error_deadline_unreachable") == 1
+    check_accounts(engine)

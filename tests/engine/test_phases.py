@@ -47,11 +47,11 @@ class Stage:
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            self.engine._step()
+            self.engine._loop.step()
 
     def run(self) -> None:
-        while self.engine._in_flight or not self.engine._intake.is_empty:
-            self.engine._step()
+        while self.engine._loop._in_flight or not self.engine._intake.is_empty:
+            self.engine._loop.step()
 
     def traced(self) -> Mapping[str, RequestTrace]:
         assert self.engine.trace is not None
@@ -135,7 +135,7 @@ def be_stopped(stage: Stage) -> None:
     stage.engine.submit(ask((1, 2, 3), id="a"))
     stage.step(3)
     stage.engine._intake.cut()
-    stage.engine._end_rest()
+    stage.engine._loop._end_rest()
 
 
 def die(stage: Stage) -> None:
@@ -412,8 +412,8 @@ def test_the_switch_of_the_configuration_takes_the_stamps_away() -> None:
         engine, _ = build_engine(clock=clock, script=LETTERS, measure=MeasureSection(phases=phases))
         engine._change_state(EngineState.SERVING)
         stream = engine.submit(ask((1, 2, 3)))
-        while engine._in_flight or not engine._intake.is_empty:
-            engine._step()
+        while engine._loop._in_flight or not engine._intake.is_empty:
+            engine._loop.step()
         list(stream)
         num_looks[phases] = (clock.now_s - 1000) / TICK_S
         assert (engine.metrics.value("step_host_seconds_total") > 0) is phases

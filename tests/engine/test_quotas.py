@@ -6,12 +6,13 @@ import random
 
 import pytest
 
-from jaxserve.config import LimitsSection, TenantLimits, TenantsSection
+from jaxserve.config import LimitsSection, SchedulerSection, TenantLimits, TenantsSection
 from jaxserve.engine import ServedModel, Stream
 from jaxserve.engine.quotas import Allowance, Quotas
 from jaxserve.errors import (
     ContextLengthError,
     DuplicateRequestError,
+    InvalidRequestError,
     JaxserveError,
     PermissionDeniedError,
     QueueFullError,
@@ -425,3 +426,19 @@ def test_a_duplicate_uses_nothing_up() -> None:
         runner.gate.set()
         assert gather(first).finished.reason is FinishReason.MAX_TOKENS
         gather(engine.submit(submit(ask("x", max_tokens=1), "acme")))
+
+
+def test_a_weight_is_the_tenant_s_own_and_changes_with_its_limits() -> None:
+    engine, _ = build_engine()
+    assert engine.quotas.weight("acme") == 1.0
+    engine.quotas.set_limits(TenantsSection(named={"acme": TenantLimits(weight=3.0)}))
+    assert (engine.quotas.weight("acme"), engine.quotas.weight("other")) == (3.0, 1.0)
+
+
+def test_fcfs_refuses_a_class_that_was_asked_for_and_not_a_tenant_s_ceiling() -> None:
+    engine, runner = build_engine(scheduler=SchedulerSection(policy="fcfs"))
+    engine.quotas.set_limits(TenantsSection(default=TenantLimits(max_priority=-1)))
+    with serve(engine, runner):
+        gather(engine.submit(ask((1, 2), max_tokens=1)))
+        with pytest.raises(InvalidRequestError, match="fcfs, which has no classes"):
+            engine.submit(dataclasses.replace(ask((1, 2), max_tokens=1), priority=-2))

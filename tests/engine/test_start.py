@@ -1,19 +1,24 @@
 """From a folder on disk to tokens: the whole wiring, on a model of two layers."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxserve.checkpoint.header import ModelHeader
 from jaxserve.checkpoint.safetensors import HfFolderSource
 from jaxserve.config import load_config
 from jaxserve.engine import EngineState, ServedModel
 from jaxserve.engine.chat_template import replace_template
 from jaxserve.engine.start import _describe, load_engine
 from jaxserve.errors import CheckpointError, ConfigError, InvalidRequestError
+from jaxserve.identity import CacheIdentity
 from jaxserve.llm import LLM
+from jaxserve.model.config import LayerConfig, RopeConfig
 from jaxserve.request import GenerationRequest, SamplingParams
 from tests.checkpoint.writers import T1, make_weights, write_hf
 from tests.engines import gather
@@ -39,6 +44,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_hf(tmp_path_factory.mktemp("models") / "tiny", T1, make_weights(T1))
 
 
+def describe(
+    header: ModelHeader, *, weights_digest: str = "one", dtype: str = "float32"
+) -> ServedModel:
+    return _describe(
+        header,
+        CONFIG,
+        max_model_tokens=64,
+        weights_digest=weights_digest,
+        dtype=dtype,
+        kv_dtype="float32",
+    )
+
+
 def solo(folder: Path, prompt: tuple[int, ...]) -> tuple[int, ...]:
     params = HfFolderSource(folder).load_params(np.float32)
     return tuple(oracle_greedy(params, prompt, T1, num_tokens=12))
@@ -54,6 +72,7 @@ def test_a_folder_becomes_an_engine_that_gives_the_models_tokens(folder: Path) -
     with LLM(str(folder), CONFIG, progress=progress) as llm:
         completions = llm.generate(prompts, GREEDY)
         metrics = llm.engine.metrics
+        identity = llm.engine._namespaces.find_identity("", "", prompt_len=1)
     assert [done.token_ids for done in completions] == [solo(folder, p) for p in prompts]
     assert phases.keys() == {"load", "compile"}
     assert all(num_done == num_all for num_done, num_all in phases.values())
@@ -68,10 +87,45 @@ def test_a_folder_becomes_an_engine_that_gives_the_models_tokens(folder: Path) -
         dtype="float32",
         quantization=llm.model.quantization,
         capacity_tokens=128,
+        weights_digest=llm.model.weights_digest,
+        positions=llm.model.positions,
+        kv_dtype="float32",
+    )
+    header = HfFolderSource(folder).load_header()
+    served = describe(header, weights_digest=header.digest)
+    assert identity == CacheIdentity(
+        weights=served.weights_digest,
+        tokenizer=header.tokenizer.digest,
+        positions=served.positions,
+        kv_dtype="float32",
+        page_size=4,
     )
     assert metrics.value("recompiles_total") == 0
     assert metrics.value("kv_capacity_tokens") == 128
     assert metrics.value("overlapped_steps_total") > 0
+
+
+def test_whatever_changes_k_and_v_is_in_the_digests(folder: Path) -> None:
+    header = HfFolderSource(folder).load_header()
+    layers = header.config.layers
+    theta = dataclasses.replace(layers[0], rope=RopeConfig(theta=5.0))
+    window = dataclasses.replace(layers[0], window=5)
+
+    def change(first: LayerConfig | None = None, **changes: Any) -> ModelHeader:  # noqa: ANN401
+        if first is not None:
+            changes["layers"] = (first, *layers[1:])
+        return dataclasses.replace(header, config=dataclasses.replace(header.config, **changes))
+
+    base = describe(header)
+    others = [
+        describe(header, weights_digest="other"),
+        describe(header, dtype="bfloat16"),
+        describe(change(norm_eps=0.5)),
+    ]
+    assert len({served.weights_digest for served in (base, *others)}) == 4
+    turned = [describe(change(theta)), describe(change(window))]
+    assert len({served.positions for served in (base, *turned)}) == 3
+    assert describe(header) == base
 
 
 @pytest.mark.parametrize("prompt", [(5,), (5, 6, 7), tuple(range(20))])

@@ -1,167 +1,27 @@
-"""One suite for every implementation; the truth is `tests.oracle.oracle_attention`, in float64.
+"""One suite for every implementation of `paged_attention`.
 
-Sequences are laid out as the runner does it, with their pages scattered over the pool and NaN in
-every row that no sequence holds. Many cases share one padded shape: compiling is what costs.
+Many cases share one padded shape: compiling is what costs.
 """
 
 import dataclasses
 import itertools
 
-import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
 
 from jaxserve.errors import ShapeError
-from jaxserve.kernels.paged_attention import Impl, paged_attention
+from jaxserve.kernels.paged_attention import Impl
 from jaxserve.kernels.paged_attention.xla import BLOCK_TOKENS
-from tests.oracle import oracle_attention
-
-# Largest error of a query over the largest |output| of its batch. float32: sums in another order.
-# bfloat16: inputs are exact in both, but the weights and the output are rounded to 8 bits, twice.
-TOLERANCE = {"float32": 2e-6, "bfloat16": 1.2e-2}
-
-IMPLS: tuple[Impl, ...] = ("reference", "xla")
-H = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One sequence of a step: `q_len` queries, the last at position `kv_len - 1`."""
-
-    q_len: int
-    kv_len: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The padded sizes of a step."""
-
-    num_single_rows: int
-    num_tiles: int
-    tile: int
-    width: int
-    num_pages: int
-
-
-@dataclasses.dataclass
-class Step:
-    """The kernel's inputs for some cases, and where each case's queries are."""
-
-    q_TNH: np.ndarray
-    kv_C2KRH: np.ndarray
-    page_table_XP: np.ndarray
-    q_starts_X: np.ndarray
-    q_lens_X: np.ndarray
-    tokens: list[np.ndarray]
-    keys: list[np.ndarray]
-    values: list[np.ndarray]
-
-
-def build_step(
-    cases: list[Case],
-    layout: Layout,
-    *,
-    page: int,
-    heads: tuple[int, int] = (4, 2),
-    dtype: str = "float32",
-    seed: int = 0,
-) -> Step:
-    N, K = heads
-    rng = np.random.default_rng(seed)
-    num_single_rows, tile, num_pages = layout.num_single_rows, layout.tile, layout.num_pages
-    X, T = num_single_rows + layout.num_tiles, num_single_rows + layout.num_tiles * tile
-
-    def normal(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape).astype(jnp.dtype(dtype))
-
-    step = Step(
-        q_TNH=normal(T, N, H),
-        kv_C2KRH=np.full((num_pages, 2, K, page, H), np.nan, jnp.dtype(dtype)),
-        page_table_XP=rng.integers(0, num_pages, (X, layout.width)).astype(np.int32),
-        q_starts_X=np.zeros(X, np.int32),
-        q_lens_X=np.zeros(X, np.int32),
-        tokens=[],
-        keys=[],
-        values=[],
-    )
-    # The last page of the pool is used first: an index that wraps or clamps would find it.
-    free = [num_pages - 1, *rng.permutation(np.arange(1, num_pages - 1))]
-    single, row = iter(range(num_single_rows)), num_single_rows
-    for case in cases:
-        keys, values = normal(case.kv_len, K, H), normal(case.kv_len, K, H)
-        pages = [int(free.pop(0)) for _ in range(-(-case.kv_len // page))]
-        for position in range(case.kv_len):
-            place = (pages[position // page], slice(None), slice(None), position % page)
-            step.kv_C2KRH[place] = np.stack([keys[position], values[position]])
-        start = case.kv_len - case.q_len
-        if case.q_len == 1:
-            rows, size, first = [next(single)], 1, None
-        else:
-            size = tile
-            rows = list(range(row, row + -(-case.q_len // tile)))
-            row, first = rows[-1] + 1, num_single_rows + (rows[0] - num_single_rows) * tile
-        for index, x in enumerate(rows):
-            step.page_table_XP[x, : len(pages)] = pages
-            step.q_starts_X[x] = start + index * size
-            step.q_lens_X[x] = min(size, case.q_len - index * size)
-        step.tokens.append(np.arange(case.q_len) + (rows[0] if first is None else first))
-        step.keys.append(keys)
-        step.values.append(values)
-    assert row <= X
-    return step
-
-
-run = jax.jit(
-    paged_attention,
-    static_argnames=("num_single_rows", "tile", "scale", "window", "soft_cap", "impl"),
+from tests.kernels.ragged import (
+    IMPLS,
+    TOLERANCE,
+    Case,
+    Layout,
+    attend,
+    build_step,
+    largest_error,
 )
-
-
-def attend(
-    step: Step,
-    layout: Layout,
-    *,
-    impl: Impl,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> np.ndarray:
-    out_TNH = run(
-        step.q_TNH,
-        step.kv_C2KRH,
-        step.page_table_XP,
-        step.q_starts_X,
-        step.q_lens_X,
-        num_single_rows=layout.num_single_rows,
-        tile=layout.tile,
-        scale=H**-0.5,
-        impl=impl,
-        window=window,
-        soft_cap=soft_cap,
-    )
-    return np.asarray(out_TNH)
-
-
-def largest_error(
-    step: Step, out_TNH: np.ndarray, *, window: int | None = None, soft_cap: float | None = None
-) -> float:
-    """The largest error relative to the largest output; padding queries must be 0."""
-    wanted_TNH = np.zeros(step.q_TNH.shape)
-    for tokens, keys, values in zip(step.tokens, step.keys, step.values, strict=True):
-        wanted_TNH[tokens] = oracle_attention(
-            step.q_TNH[tokens].astype(np.float64),
-            keys.astype(np.float64),
-            values.astype(np.float64),
-            first_position=len(keys) - len(tokens),
-            scale=H**-0.5,
-            window=window,
-            soft_cap=soft_cap,
-        )
-    is_padding_T = np.ones(len(out_TNH), bool)
-    is_padding_T[np.concatenate(step.tokens)] = False
-    np.testing.assert_array_equal(out_TNH[is_padding_T], 0.0)
-    return float(np.abs(out_TNH.astype(np.float64) - wanted_TNH).max() / np.abs(wanted_TNH).max())
-
 
 BLOCK_EDGES = (1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 2 * BLOCK_TOKENS + 3)
 AT_BLOCK_EDGES = [Case(q, kv) for q, kv in itertools.product(BLOCK_EDGES, BLOCK_EDGES) if q <= kv]
@@ -261,11 +121,12 @@ def test_a_step_of_padding_alone_gives_zeros(impl: Impl) -> None:
     np.testing.assert_array_equal(out_TNH, np.zeros_like(out_TNH))
 
 
-def test_a_row_is_the_same_bit_for_bit_beside_a_much_longer_one() -> None:
+@pytest.mark.parametrize("impl", IMPLS[1:])
+def test_a_row_is_the_same_bit_for_bit_beside_a_much_longer_one(impl: Impl) -> None:
     short, long = Case(1, 9), Case(1, 90)
     alone = build_step([short], PAIRS, page=4)
     both = build_step([short, long], PAIRS, page=4)
-    out_alone, out_both = (attend(step, PAIRS, impl="xla") for step in (alone, both))
+    out_alone, out_both = (attend(step, PAIRS, impl=impl) for step in (alone, both))
     np.testing.assert_array_equal(out_alone[0], out_both[0])
 
 
@@ -276,6 +137,43 @@ def test_queries_wider_than_the_pool_come_out_in_their_own_dtype(impl: Impl) -> 
     out_TNH = attend(step, PAIRS, impl=impl)
     assert out_TNH.dtype == np.float32
     assert largest_error(step, out_TNH) < TOLERANCE["float32"]  # nothing was rounded on the way
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_native_query_is_the_same_bit_for_bit_in_a_tile_and_alone(dtype: str) -> None:
+    layout = Layout(num_single_rows=40, num_tiles=3, tile=16, num_pages=30, width=8)
+    step = build_step([Case(40, 100)], layout, page=16, heads=(6, 2), dtype=dtype)
+    step.page_table_XP[:40] = step.page_table_XP[40]
+    step.q_starts_X[:40], step.q_lens_X[:40] = np.arange(60, 100), 1
+    step.q_TNH[:40] = step.q_TNH[step.tokens[0]]
+    for window in (None, 37):
+        out_TNH = attend(step, layout, impl="native", window=window)
+        np.testing.assert_array_equal(out_TNH[:40], out_TNH[step.tokens[0]])
+
+
+@pytest.mark.native
+def test_a_nan_of_a_sequence_stays_its_own() -> None:
+    step = build_step([Case(1, 40), Case(1, 33)], PAIRS, page=4)
+    wanted_TNH = attend(step, PAIRS, impl="native")
+    for place in (0, 1):  # K, V
+        spoiled = dataclasses.replace(step, kv_C2KRH=step.kv_C2KRH.copy())
+        spoiled.kv_C2KRH[step.page_table_XP[0, 5], place, :, 2] = np.nan
+        out_TNH = attend(spoiled, PAIRS, impl="native")
+        assert np.isnan(out_TNH[0]).all()
+        np.testing.assert_array_equal(out_TNH[1], wanted_TNH[1])
+
+
+@pytest.mark.native
+def test_subnormal_numbers_are_the_same_on_every_thread() -> None:
+    layout = Layout(num_single_rows=512, num_tiles=0, tile=1, num_pages=70, width=16)
+    step = build_step([Case(1, 60)], layout, page=4)
+    step.kv_C2KRH *= np.float32(1e-38)
+    step.q_TNH[:] = step.q_TNH[0]
+    step.page_table_XP[:], step.q_starts_X[:], step.q_lens_X[:] = step.page_table_XP[0], 59, 1
+    for _ in range(10):  # a thread that sleeps takes no part
+        out_TNH = attend(step, layout, impl="native")
+        np.testing.assert_array_equal(out_TNH, np.broadcast_to(out_TNH[:1], out_TNH.shape))
 
 
 def test_wrong_layouts_are_refused_by_name() -> None:

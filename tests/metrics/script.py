@@ -110,11 +110,11 @@ class Stage:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.engine._in_flight) or not self.engine._intake.is_empty
+        return not self.engine._loop.is_idle
 
     def step(self) -> None:
         self.num_steps += 1
-        self.engine._step()
+        self.engine._loop.step()
 
     def close(self) -> None:
         self.engine.stop()

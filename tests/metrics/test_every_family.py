@@ -1,6 +1,7 @@
 """Every family has a row here: its exact value after runs that are known step by step."""
 
 import asyncio
+import dataclasses
 import datetime
 import gc
 import itertools
@@ -20,22 +21,31 @@ from jaxserve.client import AsyncClient, BadRequestError, OverloadedError, Unaut
 from jaxserve.config import ServerSection, TenantLimits, TenantsSection, load_config
 from jaxserve.engine.start import load_engine
 from jaxserve.errors import ConfigError
+from jaxserve.host_pages import SwapCosts
 from jaxserve.metrics import Metrics
-from jaxserve.metrics.registry import LATENCY_BUCKETS_S, PREFIX, TOKEN_BUCKETS
+from jaxserve.metrics.registry import ERROR_BUCKETS, LATENCY_BUCKETS_S, PREFIX, TOKEN_BUCKETS
 from jaxserve.request import GenerationRequest, SamplingParams
 from jaxserve.runner import programs
+from jaxserve.runner.runner import Runner
+from jaxserve.runner.spec import bytes_of_page
 from tests.checkpoint.writers import T1, make_weights, write_hf
+from tests.differential.small import Play
+from tests.differential.small import ask as ask_small
+from tests.differential.stage import MODEL, tiny_params
+from tests.differential.test_host_tier import PROMPTS, TIER
 from tests.engines import ask, build_engine, gather, gather_choices, serve
 from tests.metrics.script import LEVELS, Run, run_script
 from tests.server.credentials import Files, sections, write_keys
 from tests.server.harness import connect, run_server
 
-Source = Literal["script", "reserving", "device", "server", "tenants"]
+Source = Literal["script", "reserving", "sharing", "tier", "device", "server", "tenants"]
 Samples = Mapping[str, float]  # label values, joined by commas, to a value; 0 where not named
 
 DEVICE_CONFIG: Final = load_config(
     flags={
         "model.dtype": "float32",
+        "runner.attention": "xla",
+        "runner.matmul": "xla",
         "model.max_model_tokens": 64,
         "kv.page_size": 4,
         "kv.num_pages": 33,
@@ -51,6 +61,7 @@ PROGRAMS: Final = (
     "forward,4x1+0", "forward,4x1+8", "forward,4x1+16", "output,4 greedy", "output,4 plain",
     "output,4 full", "score,", "page_copy,", "init,", "row_load,", "counts,",
 )  # fmt: skip
+TIER_PAGE_BYTES: Final = bytes_of_page(MODEL, page_size=4, kv_dtype="float32")
 EXPIRY: Final = datetime.datetime(2040, 1, 2, 3, tzinfo=datetime.UTC)
 SHORT_AT: Final = (5.5, 7, 11.5, 13, 14.5, 16, 19, 19.5)  # when its tokens were on the host
 GONE_AT: Final = (13, 14.5, 16, 17.5, 22)
@@ -122,16 +133,36 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "preemptions": ("script", {"": 2}),
     "recomputed_tokens": ("script", {"": 4 + 4}),
     "chunked_prompts": ("script", {"": 2}),  # LONG's and SHORT's
+    "limited_chunk_steps": ("script", {}),  # there is no target
     "mixed_steps": ("script", {"": 1}),  # 8
+    "reordered_starts": ("script", {}),  # the order is the policy's
     "joined_running": ("script", {"": 3}),  # SHORT, BAD, GONE; those that resume join nobody
     "kv_pages_allocated": ("script", {"": 2 + 1 + 2 + 1 + 1 + 2 + 3}),
     "kv_grown_pages": ("script", {"": 3}),  # LONG's in 2 and 6, SHORT's in 12
     "kv_reserved_pages": ("reserving", {"": 1}),
     "forked_choices": ("device", {"": 1}),
     "kv_page_copies": ("device", {"": 1}),  # of the prompt's page: one choice goes on in it
+    "prefix_cache_queries": ("sharing", {"anonymous": 4, "other": 1}),
+    "prefix_cache_query_tokens": ("sharing", {"anonymous": 9 + 9 + 8 + 37, "other": 9}),
+    "prefix_cache_hits": ("sharing", {"anonymous": 2}),
+    "prefix_cache_hit_tokens": ("sharing", {"anonymous": 8 + 6}),
+    "prefix_cache_reused_tokens": ("sharing", {"anonymous": 8 + 6}),
+    "prefix_cache_copied_tokens": ("sharing", {"anonymous": 2}),
+    "prefix_cache_waits": ("sharing", {}),  # one after the other
+    "prefix_cache_evictions": ("sharing", {"anonymous": 1, "other": 2}),
+    "prefix_cache_refusals": ("sharing", {"other,owner": 1}),
+    "host_tier_pages_out": ("tier", {"": 14}),
+    "host_tier_bytes_out": ("tier", {"": 14 * TIER_PAGE_BYTES}),
+    "host_tier_pages_in": ("tier", {"": 3}),
+    "host_tier_bytes_in": ("tier", {"": 3 * TIER_PAGE_BYTES}),
+    "host_tier_hit_tokens": ("tier", {"anonymous": 12}),
+    "host_tier_declined_tokens": ("tier", {"anonymous": 12}),
+    "host_tier_dropped_pages": ("tier", {"damaged": 1}),
     "overlapped_steps": ("script", {"": 15 - 3}),
     "overlap_waits": ("script", {"pages": 2}),  # before launches 7 and 14
     "bucketed_steps": ("device", {"": 2}),
+    "host_tier_used_bytes": ("tier", {"": 11 * TIER_PAGE_BYTES}),
+    "host_tier_break_even_tokens": ("script", {}),  # measured: tests/runner/test_swaps.py
     "requests_running": ("script", {"": 3}),
     "requests_waiting": ("script", {"": 1}),
     "waiting_tokens": ("script", {"": 2}),
@@ -165,6 +196,11 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "request_seconds": ("script", [8.5, 19.5, 12, 13, 1.5]),
     "request_prompt_tokens": ("script", [9, 3, 2, 1, 2]),
     "request_output_tokens": ("script", [4, 8, 1, 5, 0]),
+    "step_time_error_ratio": (
+        "script",  # of launches 2 to 15; each is predicted by the median of its bucket so far, or
+        # by the buckets next to it in size; measured from the result before or its own planning
+        [1 / 1.5, 0.5 / 1.5, 0, 0, 2, 0.2, 0.5 / 1.5, 0, 0, 0.5 / 1.5, 0, 2, 0, 2],
+    ),
     "step_tokens": ("script", [6, 5, 2, 2, 1, 1, 5, 4, 3, 3, 1, 1, 1, 5, 1]),
     "build": ("device", {}),  # its labels have a test of their own
     "config": ("device", {}),
@@ -183,6 +219,59 @@ def reserving() -> Metrics:
     with serve(engine, runner):
         gather(engine.submit(ask((1, 2, 3), max_tokens=6, ignore_eos=True)))
     return engine.metrics
+
+
+@pytest.fixture(scope="module")
+def sharing() -> Metrics:
+    """Of twelve pages of four: a prompt of 9 tokens twice, which leaves its two full pages; one of
+    8 that has 6 of them, and leaves a page of its own; the first one for another tenant, who gets
+    nothing and leaves two more; and one of 37, for whose ten pages three of these five must go.
+    """
+    engine, runner = build_engine()
+    first = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    with serve(engine, runner):
+        for asked in (
+            ask(first, max_tokens=1),
+            ask(first, max_tokens=1),
+            ask((*first[:6], 40, 41), max_tokens=1),
+            dataclasses.replace(ask(first, max_tokens=1), tenant="acme"),
+            ask(tuple(range(50, 87)), max_tokens=1),
+        ):
+            gather(engine.submit(asked))
+    return engine.metrics
+
+
+@pytest.fixture(scope="module")
+def tier() -> Metrics:
+    """Of twelve pages of four: a prompt of 30 tokens leaves its seven full ones, and another, for
+    whose eight three of these must go, has all seven copied, as they ride along. The first finds
+    four in the pool and three in host memory, and pushes the other's out likewise; that one finds
+    as much, but computes what is in host memory, which is sooner now. The first again: a page that
+    returns is damaged, and is lost with the two behind it.
+    """
+    runner = Runner(tiny_params(), MODEL, TIER, metrics=Metrics())
+    store = runner.host_pages
+    assert store is not None
+    store.costs = SwapCosts(run_pages=16, run_s=1e-9, token_s=1.0)
+    play = Play(runner, config=TIER)
+    cache = play.engine._pool.cache
+    assert cache is not None
+    assert cache.host is not None
+
+    def run(prompt: tuple[int, ...]) -> None:
+        play.submit(ask_small(prompt, max_tokens=1))
+        play.run()
+
+    for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[0]):
+        run(prompt)
+    before, store.costs = store.costs, dataclasses.replace(store.costs, run_s=12.0)
+    run(PROMPTS[1])
+    store.costs = before
+    (fifth,) = (node for node in cache.host if node.depth == 5 and not node.is_live)
+    assert fifth.host_page is not None
+    store._bytes[fifth.host_page, 0, 0] ^= 1
+    run(PROMPTS[0])
+    return runner._metrics
 
 
 @pytest.fixture(scope="module")
@@ -326,9 +415,10 @@ def test_what_runs_is_told_in_labels(device: Metrics) -> None:
     assert config.value == 1
     assert config.labels == {
         "model": "tiny", "architecture": "llama", "quantization": config.labels["quantization"],
-        "dtype": "float32", "kv_dtype": "float32", "attention": "xla", "page_size": "4",
-        "max_seqs": "4", "max_model_tokens": "64",
-        "mechanisms": "continuous_batching,on_demand_pages,chunked_prefill,overlap,buckets",
+        "dtype": "float32", "kv_dtype": "float32", "attention": "xla", "matmul": "xla",
+        "page_size": "4", "max_seqs": "4", "max_model_tokens": "64",
+        "mechanisms": "continuous_batching,on_demand_pages,chunked_prefill,overlap,buckets,"
+        "prefix_cache",
     }  # fmt: skip
     (build,) = families(device)["build"].samples
     assert build.labels["version"] == jaxserve.__version__
@@ -366,6 +456,9 @@ def histogram(family: Metric) -> dict[str, float]:
 
 def buckets_of(observed: Sequence[float], name: str) -> dict[str, float]:
     """What a histogram shows of these values."""
-    bounds = LATENCY_BUCKETS_S if name.endswith("_seconds") else TOKEN_BUCKETS
+    if name.endswith("_ratio"):
+        bounds: Sequence[float] = ERROR_BUCKETS
+    else:
+        bounds = LATENCY_BUCKETS_S if name.endswith("_seconds") else TOKEN_BUCKETS
     cumulative = {str(float(bound)): sum(value <= bound for value in observed) for bound in bounds}
     return {**cumulative, "+Inf": len(observed), "count": len(observed), "sum": sum(observed)}

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from jaxserve.kernels.paged_attention import Impl
+from jaxserve.kernels.choice import Kernels
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import Params
 from jaxserve.model.transformer import TokenBatch, forward, logits
@@ -33,10 +33,12 @@ NUM_TOKENS = NUM_SINGLE_ROWS + NUM_TILES * TILE
 
 _forward = jax.jit(
     forward,
-    static_argnames=("config", "num_single_rows", "tile", "attention"),
+    static_argnames=("config", "num_single_rows", "tile", "kernels"),
     donate_argnames="kv",
 )
-_logits = jax.jit(logits, static_argnames="config")
+XLA = Kernels()
+
+_logits = jax.jit(logits, static_argnames=("config", "matmul"))
 
 
 @dataclasses.dataclass
@@ -58,9 +60,9 @@ class PagedModel:
         config: ModelConfig,
         *,
         kv_dtype: str = "float32",
-        attention: Impl = "xla",
+        kernels: Kernels = XLA,
     ) -> None:
-        self.params, self.config, self.attention = params, config, attention
+        self.params, self.config, self.kernels = params, config, kernels
         shape = (NUM_PAGES, 2, config.num_kv_heads, PAGE, config.head_dim)
         self.kv = tuple(jnp.full(shape, jnp.nan, kv_dtype) for _ in range(config.num_layers))
 
@@ -74,9 +76,11 @@ class PagedModel:
             config=self.config,
             num_single_rows=NUM_SINGLE_ROWS,
             tile=TILE,
-            attention=self.attention,
+            kernels=self.kernels,
         )
-        logits_TV = np.asarray(_logits(self.params, hidden_TD, config=self.config))
+        logits_TV = np.asarray(
+            _logits(self.params, hidden_TD, config=self.config, matmul=self.kernels.matmul)
+        )
         return [logits_TV[place, : self.config.vocab_size] for place in places]
 
 
@@ -142,5 +146,5 @@ def run_in_chunks(
 
 
 compile_forward = functools.partial(
-    _forward.lower, num_single_rows=NUM_SINGLE_ROWS, tile=TILE, attention="xla"
+    _forward.lower, num_single_rows=NUM_SINGLE_ROWS, tile=TILE, kernels=XLA
 )

@@ -12,6 +12,8 @@ import pytest
 from jax import numpy as jnp
 
 from jaxserve.errors import ShapeError
+from jaxserve.kernels.choice import Kernels
+from jaxserve.kernels.paged_attention import Impl
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import Params, abstract_params, init_params, num_param_bytes
 from jaxserve.model.transformer import logits
@@ -130,9 +132,10 @@ def test_bfloat16_stays_near_the_oracle(kv_dtype: str) -> None:
     assert error < TOLERANCE["bfloat16"]
 
 
-def test_the_reference_attention_gives_the_same_logits() -> None:
+@pytest.mark.parametrize("attention", ["reference", "triton_interpret"])
+def test_other_attentions_give_the_same_logits(attention: Impl) -> None:
     params, token_ids = make_params(T1), make_ids(20)
-    model = PagedModel(params, T1, attention="reference")
+    model = PagedModel(params, T1, kernels=Kernels(attention=attention))
     got = run_in_chunks(model, token_ids, chunks=[11, 1, 8], pages=PAGES)
     assert relative_error(got, oracle_logits(params, token_ids, T1)) < TOLERANCE["float32"]
 
@@ -203,7 +206,7 @@ def test_ids_beyond_the_vocabulary_have_no_logit() -> None:
     params["head_VD"] = jnp.where(row_V[:, None], -5.0 / T1.hidden_size, 0.0) * jnp.ones(
         (1, T1.hidden_size), jnp.float32
     )
-    out_BV = np.asarray(logits(params, hidden_BD, config=T1))
+    out_BV = np.asarray(logits(params, hidden_BD, config=T1, matmul="xla"))
     assert out_BV.dtype == np.float32
     assert (out_BV[:, T1.vocab_size :] == -np.inf).all()
     np.testing.assert_allclose(out_BV[:, : T1.vocab_size], -5.0, atol=1e-3)
@@ -215,9 +218,10 @@ def test_ids_beyond_the_vocabulary_have_no_logit() -> None:
 def test_a_rows_logits_depend_on_the_batch_size_by_rounding_only(dtype: str) -> None:
     params = make_params(T1, dtype)
     hidden_BD = jax.random.normal(jax.random.key(3), (64, T1.hidden_size), jnp.float32)
-    wanted = np.asarray(logits(params, hidden_BD, config=T1))[:, : T1.vocab_size]
+    wanted = np.asarray(logits(params, hidden_BD, config=T1, matmul="xla"))[:, : T1.vocab_size]
     for size in (2, 4, 32):
-        got = np.asarray(logits(params, hidden_BD[:size], config=T1))[:, : T1.vocab_size]
+        got = np.asarray(logits(params, hidden_BD[:size], config=T1, matmul="xla"))
+        got = got[:, : T1.vocab_size]
         assert relative_error(got, wanted[:size]) < 1e-6
 
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxserve.config import Config
+from jaxserve.kernels.choice import Kernels
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import Params, init_params
@@ -18,6 +19,8 @@ from jaxserve.plan import (
     InFlight,
     Laps,
     PageCopy,
+    PageIn,
+    PageOut,
     PromptScoring,
     RowLoad,
     StepPlan,
@@ -71,6 +74,7 @@ def tiny_sizes() -> RunnerSizes:
         MODEL,
         CONFIG,
         dtypes=("float32", "float32"),
+        kernels=Kernels(),
         programs=Programs(Metrics()),
         compile_keys=lambda keys: None,  # the pool's pages are given, so nothing is measured
     )
@@ -166,6 +170,8 @@ class Driver:
         self,
         *work: tuple[Row, int],
         copies: tuple[PageCopy, ...] = (),
+        swap_out: tuple[PageOut, ...] = (),
+        swap_in: tuple[PageIn, ...] = (),
         laps: Laps = NO_LAPS,
     ) -> InFlight:
         loads, chunks = [], []
@@ -185,6 +191,8 @@ class Driver:
             chunks=tuple(chunks),
             row_loads=tuple(loads),
             copies=copies,
+            swap_out=swap_out,
+            swap_in=swap_in,
         )
         return self.runner.launch(plan, laps)
 

@@ -5,6 +5,7 @@ import pytest
 
 from jaxserve.config import GIB, Config
 from jaxserve.errors import CapacityError, ConfigError
+from jaxserve.kernels.choice import Kernels
 from jaxserve.metrics import Metrics
 from jaxserve.model.params import num_param_bytes
 from jaxserve.runner import memory, sizing
@@ -72,6 +73,7 @@ def test_a_pool_beyond_the_memory_is_refused_before_anything_is_compiled() -> No
                 MODEL,
                 config,
                 dtypes=("float32", "float32"),
+                kernels=Kernels(),
                 programs=Programs(Metrics()),
                 compile_keys=compile_nothing,
             )
@@ -168,7 +170,14 @@ def test_what_a_pool_must_leave_free_is_measured_on_the_largest_programs() -> No
         compiled.extend(keys)
         programs.compile_all(keys, num_threads=2, cache_dir=None)
 
-    needed = sizing._needed_bytes(MODEL, config, ("float32", "float32"), programs, compile_keys)
+    needed = sizing._needed_bytes(
+        MODEL,
+        config,
+        ("float32", "float32"),
+        kernels=Kernels(),
+        programs=programs,
+        compile_keys=compile_keys,
+    )
     assert [key.name for key in compiled] == ["forward 2x1+8", "output 2 full", "score"]
     temp_bytes = max(
         analysis.temp_size_in_bytes

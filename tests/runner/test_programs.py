@@ -13,11 +13,14 @@ from jax import numpy as jnp
 
 from jaxserve.config import Config
 from jaxserve.errors import CapacityError, RecompileError
+from jaxserve.kernels.choice import Kernels
+from jaxserve.kernels.dot import MatmulImpl
 from jaxserve.metrics import Metrics
 from jaxserve.model.params import Params
 from jaxserve.runner.batch import SCORE_WIDTH
 from jaxserve.runner.buckets import Reach
 from jaxserve.runner.compile_cache import persistent_cache, versioned_folder
+from jaxserve.runner.kernel_choice import choose_attention
 from jaxserve.runner.programs import (
     ProgramKey,
     Programs,
@@ -49,12 +52,21 @@ CHANGES_PROGRAMS: dict[str, object] = {
     "limits.max_logit_bias": 6,
     "limits.max_stop_token_ids": 3,
     "limits.max_logprobs": 5,
+    "host_tier.enabled": True,
 }
 # And of the fields that they do not.
 CHANGES_NOTHING: dict[str, object] = {
     "kv.reserve": "max_length",
+    "host_tier.max_bytes": 1 << 20,
     "scheduler.batching": "static",
     "scheduler.max_step_tokens": 100,
+    "scheduler.policy": "fcfs",
+    "scheduler.ageing_s": 1.0,
+    "scheduler.max_preemptions": 2,
+    "scheduler.target_itl_s": 0.1,
+    "scheduler.fair_credit_tokens": 5,
+    "scheduler.prefix_order": True,
+    "scheduler.prefix_max_overtakes": 3,
     "model.chat_template": "elsewhere",
     "model.tool_parser": "none",
     "model.reasoning_parser": "none",
@@ -77,7 +89,7 @@ def _with(field: str, value: object) -> Config:
     return Config.model_validate(values)
 
 
-def _sizes(config: Config) -> RunnerSizes:
+def _sizes(config: Config, *, matmul: MatmulImpl = "xla") -> RunnerSizes:
     def compile_nothing(keys: tuple[ProgramKey, ...]) -> None:
         raise AssertionError(f"sizing must not compile {keys} on CPU")
 
@@ -87,19 +99,27 @@ def _sizes(config: Config) -> RunnerSizes:
         MODEL,
         config,
         dtypes=(model_dtype, kv_dtype),
+        kernels=Kernels(
+            attention=choose_attention(config, has_native=False, platform="cpu"), matmul=matmul
+        ),
         programs=Programs(Metrics()),
         compile_keys=compile_nothing,
     )
 
 
-def _keys(config: Config) -> set[ProgramKey]:
-    sizes = _sizes(config)
-    return set(program_keys(sizes.spec, sizes.scheme))
+def _keys(config: Config, *, matmul: MatmulImpl = "xla") -> set[ProgramKey]:
+    sizes = _sizes(config, matmul=matmul)
+    has_host_tier = sizes.num_host_pages > 0
+    return set(program_keys(sizes.spec, sizes.scheme, has_host_tier=has_host_tier))
 
 
 @pytest.mark.parametrize("field", CHANGES_PROGRAMS)
 def test_a_field_that_changes_a_program_changes_its_key(field: str) -> None:
     assert _keys(_with(field, CHANGES_PROGRAMS[field])) != _keys(CONFIG)
+
+
+def test_the_kernel_of_the_products_is_in_the_key() -> None:
+    assert _keys(CONFIG, matmul="native").isdisjoint(_keys(CONFIG, matmul="xla"))
 
 
 @pytest.mark.parametrize("field", CHANGES_NOTHING)
@@ -108,16 +128,34 @@ def test_a_field_that_changes_no_program_changes_no_key(field: str) -> None:
 
 
 def test_every_field_that_a_program_can_see_is_in_one_table() -> None:
-    sections = ("model", "kv", "scheduler", "buckets", "runner")
+    sections = ("model", "kv", "host_tier", "scheduler", "buckets", "runner")
     fields = {
         f"{section}.{name}"
         for section in sections
         for name in type(getattr(CONFIG, section)).model_fields
     }
     known = CHANGES_PROGRAMS.keys() | CHANGES_NOTHING.keys()
-    # The pool's bytes only choose the number of pages, which CONFIG gives.
-    assert fields - known == {"kv.pool_bytes"}
+    # The pool's bytes only choose the number of pages, which CONFIG gives; the products' kernel is
+    # chosen of bfloat16 weights alone.
+    assert fields - known == {"kv.pool_bytes", "runner.matmul"}
     assert not CHANGES_PROGRAMS.keys() & CHANGES_NOTHING.keys()
+
+
+@pytest.mark.parametrize(
+    ("named", "platform", "chosen"),
+    [
+        ("auto", "cpu", "xla"),
+        ("auto", "gpu", "xla"),
+        ("triton", "cpu", "triton_interpret"),
+        ("triton", "gpu", "triton"),
+        ("reference", "gpu", "reference"),
+    ],
+)
+def test_an_attention_that_needs_a_gpu_is_interpreted_elsewhere(
+    named: str, platform: str, chosen: str
+) -> None:
+    config = _with("runner.attention", named)
+    assert choose_attention(config, has_native=False, platform=platform) == chosen
 
 
 def test_the_pool_of_so_many_bytes_is_in_the_key() -> None:

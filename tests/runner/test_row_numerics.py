@@ -18,14 +18,14 @@ MAX_ULP = 16
 
 logger = logging.getLogger(__name__)
 
-head_logits = jax.jit(logits, static_argnames="config")
+head_logits = jax.jit(logits, static_argnames=("config", "matmul"))
 
 
 def logits_of(runner: Runner, places: list[int], num_rows: int) -> np.ndarray:
     """Returns logits [len(places), V] of the last step's tokens, computed in `num_rows` rows."""
     hidden_TD = np.array(runner._hidden_TD)
     index = (places * num_rows)[:num_rows]
-    out_BV = head_logits(runner._head, jax.device_put(hidden_TD[index]), config=MODEL)
+    out_BV = head_logits(runner._head, jax.device_put(hidden_TD[index]), config=MODEL, matmul="xla")
     return np.array(out_BV)[: len(places), : MODEL.vocab_size]
 
 

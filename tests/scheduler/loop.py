@@ -6,25 +6,44 @@ be told of tokens and prompt is right.
 """
 
 import collections
+import dataclasses
+import itertools
+import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 from jaxserve.config import SchedulerSection
+from jaxserve.identity import CacheIdentity
 from jaxserve.metrics import Metrics
 from jaxserve.plan import StepLimits, StepPlan, StepResult, TokenLogprobs, TokenMask
 from jaxserve.request import FinishReason, Request, SamplingParams, Sequence, SequenceState
+from jaxserve.scheduler.cached_page import CachedPage
 from jaxserve.scheduler.page_pool import PagePool
-from jaxserve.scheduler.scheduler import Scheduler, Update
+from jaxserve.scheduler.prefix_cache import PrefixCache
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.settlement import Update
+from tests.fake_host_pages import FakeHostPages
 from tests.fake_logprobs import expected_logprobs, expected_prompt_logprobs
-from tests.fakes import FakeInFlight, FakeRunner, Script, build_mask, expected_output
+from tests.fakes import (
+    FLAVOR,
+    FakeInFlight,
+    FakeRunner,
+    Script,
+    build_mask,
+    expected_output,
+    flavored,
+)
 
 GREEDY = SamplingParams(temperature=0.0)
+IDENTITY = CacheIdentity(weights="w", tokenizer="t", positions="p", kv_dtype="float32", page_size=4)
 NO_STOPS: dict[int, FinishReason] = {}
 
+Policy = Literal["priority", "fcfs", "edf", "fair"]
+NO_WEIGHTS: Mapping[str, float] = {}
 Point = Literal["scheduled", "launched", "read", "committed"]
-Outcome = FinishReason | Literal["not_finite", "late"]
+Outcome = FinishReason | Literal["not_finite", "late", "unreachable"]
 
 
 class Loop:
@@ -36,6 +55,7 @@ class Loop:
       outcomes: how each request ended: its last choice, or all of it at once.
       ends: how each choice ended by itself.
       prompt_logprobs: what each request was told of its prompt.
+      point: where the engine's loop is.
     """
 
     def __init__(
@@ -55,7 +75,24 @@ class Loop:
         reserve: Literal["on_demand", "max_length"] = "on_demand",
         vocab_size: int = 259,
         script: Script | None = None,
+        cache: PrefixCache | None = None,
+        metrics: Metrics | None = None,
+        host_pages: FakeHostPages | None = None,
+        policy: Policy = "priority",
+        ageing_s: float | None = 60.0,
+        weights: Mapping[str, float] = NO_WEIGHTS,
+        target_itl_s: float | None = None,
+        step_s: float = 0.0,
+        fair_credit_tokens: int = 0,
+        prefix_order: bool = False,
+        prefix_max_overtakes: int = 8,
     ) -> None:
+        """Args:
+        cache: keeps the pages of all requests, under the identity that `add` is given.
+        metrics: where the cache counts.
+        host_pages: host memory, where the cache has a tier there.
+        step_s: that passes with each step, and that the scheduler is told of; 0 times nothing.
+        """
         limits = StepLimits(
             max_rows=rows,
             max_chunk_tokens=chunk_tokens,
@@ -63,8 +100,10 @@ class Loop:
             max_chunks=max_chunks,
             max_seqs=rows,
         )
-        self.metrics = Metrics()
-        self.pool = PagePool(num_pages, page_size)
+        self.metrics = metrics or Metrics()
+        self.host_pages = host_pages
+        self.cache = cache
+        self.pool = PagePool(num_pages, page_size, cache=cache)
         self.runner = FakeRunner(
             limits=limits,
             num_pages=num_pages,
@@ -72,7 +111,10 @@ class Loop:
             vocab_size=vocab_size,
             script=script,
             late_writes=True,
+            flavor_of=lambda sequence_id: self._flavors[sequence_id],
+            host_pages=host_pages,
         )
+        self._flavors: dict[int, int] = {}  # by sequence id
         self.scheduler = Scheduler(
             config=SchedulerSection(
                 batching=batching,
@@ -80,6 +122,12 @@ class Loop:
                 max_seqs=rows,
                 max_chunks=max_chunks,
                 max_step_tokens=step_tokens,
+                policy=policy,
+                ageing_s=ageing_s,
+                target_itl_s=target_itl_s,
+                fair_credit_tokens=fair_credit_tokens,
+                prefix_order=prefix_order,
+                prefix_max_overtakes=prefix_max_overtakes,
             ),
             reserve=reserve,
             pool=self.pool,
@@ -88,7 +136,12 @@ class Loop:
             overlap_depth=depth,
             metrics=self.metrics,
             page_bytes=1000 * page_size,
+            weight_of=lambda tenant: weights.get(tenant, 1.0),
         )
+        self.policy = policy
+        self.max_overtakes = prefix_max_overtakes if prefix_order else 0
+        self.step_s = step_s
+        self.ageing_s = ageing_s
         self.depth = depth
         self.vocab_size = vocab_size
         self.script = script
@@ -103,6 +156,7 @@ class Loop:
         # output length at which a stop string matches, one more with each choice
         self.stops_at: dict[Request, int] = {}
         self.plans: list[StepPlan] = []
+        self.point: Point = "committed"
         self.num_steps = 0
         self._num_uncommitted = 0
         self._has_work = False  # of the last plan
@@ -121,6 +175,8 @@ class Loop:
         deadline_s: float | None = None,
         queue_deadline_s: float | None = None,
         is_masked: bool = False,
+        tenant: str = "",
+        identity: CacheIdentity = IDENTITY,
     ) -> Request:
         """Submits a request; an int prompt is that many tokens, different for each request."""
         if isinstance(prompt, int):
@@ -140,8 +196,12 @@ class Loop:
             deadline_s=deadline_s,
             queue_deadline_s=queue_deadline_s,
             is_masked=is_masked,
+            tenant=tenant,
+            cache_identity=identity if self.cache is not None else None,
         )
         self.scheduler.add(request)
+        for sequence in request.sequences:
+            self._flavors[sequence.id] = flavor_of(identity)
         self.choices[request] = [[] for _ in request.sequences]
         self.outputs[request] = self.choices[request][0]
         self.live.append(request)
@@ -185,11 +245,23 @@ class Loop:
                 self.finish(request, FinishReason.DEADLINE)
         return expired
 
+    def refuse(self) -> None:
+        """Ends what cannot meet its deadline, as the engine does next."""
+        for request, late_s in self.scheduler.unreachable(self.now_s):
+            assert late_s > 0
+            assert not any(sequence.last_step for sequence in request.sequences)
+            self.finish(request, "unreachable")
+
     def advance(self) -> Point:
         """Goes on to the next point of the engine's loop, and checks the books there."""
-        point = next(self._points)
-        self.scheduler.check()
+        point = self.point = next(self._points)
+        self.check()
         return point
+
+    def check(self) -> None:
+        """Asserts that every page and row is in one place, and each cached page is what it says."""
+        self.scheduler.check()
+        self._check_cache()
 
     def step(self, on_point: Callable[[Point], None] | None = None) -> None:
         """One round of the engine: up to the next "committed", or to a plan that only launched."""
@@ -254,6 +326,7 @@ class Loop:
     def _run(self) -> Iterator[Point]:
         while True:
             self.expire()
+            self.refuse()
             plan = self.scheduler.schedule(self.now_s)
             self._check_plan(plan)
             self._has_work = plan.has_work
@@ -277,10 +350,38 @@ class Loop:
         result = in_flight.result()
         yield "read"
         stopped = self._match_stops(result)
-        for update in self.scheduler.commit(launched, result, stopped):
+        self.now_s += self.step_s
+        now_s = self.now_s if self.step_s else None
+        for update in self.scheduler.commit(launched, result, stopped, now_s=now_s):
             self._deliver(update)
         self._num_uncommitted -= 1
         yield "committed"
+
+    def _check_cache(self) -> None:
+        """What the cache keeps is there, is of its identity, and is only that identity's."""
+        if self.cache is None:
+            return
+        for node in self.cache:
+            self._check_page(node, self.runner.read_page(node.page))
+        if self.host_pages is not None:
+            assert self.cache.host is not None
+            for node in self.cache.host:
+                assert node.host_page is not None
+                if self.host_pages.is_intact(node.host_page):
+                    self._check_page(node, self.host_pages.read(node.host_page))
+        holders: dict[int, CacheIdentity | None] = {}
+        for request in self.live:
+            for sequence in request.sequences:
+                for page in sequence.pages:
+                    identity = holders.setdefault(page, request.cache_identity)
+                    assert identity == request.cache_identity, f"page {page} is shared"
+
+    def _check_page(self, node: CachedPage, cells: list[tuple[int, int, int]]) -> None:
+        first = (node.depth - 1) * self.pool.page_size
+        tokens = flavored(node.token_ids, flavor_of(node.identity))
+        wanted = list(zip(tokens, itertools.count(first), strict=False))
+        found = [cell[:2] for cell in cells]
+        assert found == wanted, f"{node.token_ids} from {first} on are kept, but it holds {found}"
 
     def _check_plan(self, plan: StepPlan) -> None:
         if not plan.has_work and not self._in_flight:
@@ -289,11 +390,30 @@ class Loop:
         sequences = [s for request in self.live for s in request.sequences]
         forks = {fork.sequence_id for chunk in plan.chunks for fork in chunk.forks}
         admitted = {load.sequence_id for load in plan.row_loads} - forks
-        waiting = [(-s.request.priority, s.id) for s in sequences if _is_waiting(s)]
+        waiting = [s for s in sequences if _is_waiting(s)]
         for sequence in sequences:
-            order = (-sequence.request.priority, sequence.id)
-            if sequence.id in admitted:
-                assert all(order < other for other in waiting), f"{sequence.id} overtook another"
+            if sequence.id not in admitted:
+                continue
+            for other in waiting:
+                is_rival = self.policy != "fair" or sequence.request.tenant == other.request.tenant
+                assert other.num_overtaken <= self.max_overtakes
+                if other.num_overtaken and sequence.request.priority == other.request.priority:
+                    continue
+                is_in_order = self._order(sequence) < self._order(other)
+                assert is_in_order or not is_rival, f"{sequence.id} overtook {other.id}"
+
+    def _order(self, sequence: Sequence) -> tuple[float, ...]:
+        """Who comes first, in the words of the configuration."""
+        request, age = sequence.request, sequence.id
+        if self.policy == "fcfs":
+            return (age,)
+        if self.policy == "edf":
+            times = (request.deadline_s, request.queue_deadline_s)
+            due_s = min([time_s for time_s in times if time_s is not None] or [math.inf])
+            return (-request.priority, due_s, age)
+        if self.policy == "priority" and self.ageing_s:
+            return (request.arrival_s - self.ageing_s * request.priority, age)
+        return (-request.priority, age)
 
     def _match_stops(self, result: StepResult) -> set[int]:
         return {
@@ -336,6 +456,7 @@ class Loop:
             mask_of=self._mask_of if request.is_masked else None,
             vocab_size=self.vocab_size,
             script=self.script,
+            flavor=self._flavors[sequence.id],
         )
         name = f"{request.id}, choice {sequence.choice}"
         assert output == alone, f"{name} got {output}, alone it gets {alone}"
@@ -359,7 +480,11 @@ class Loop:
         wanted: list[TokenLogprobs] = []
         if num_top is not None:
             wanted = expected_logprobs(
-                request.prompt, output, num_top=num_top, vocab_size=self.vocab_size
+                request.prompt,
+                output,
+                num_top=num_top,
+                vocab_size=self.vocab_size,
+                seen_as=self._flavors[sequence.id] * FLAVOR,
             )
         assert self.logprobs[sequence] == wanted, f"{request.id} was told wrong log-probabilities"
 
@@ -368,12 +493,21 @@ class Loop:
         wanted: list[TokenLogprobs] = []
         if num_top is not None:
             wanted = expected_prompt_logprobs(
-                request.prompt, num_top=num_top, vocab_size=self.vocab_size
+                request.prompt,
+                num_top=num_top,
+                vocab_size=self.vocab_size,
+                seen_as=self._flavors[request.sequences[0].id] * FLAVOR,
             )
         is_whole = self.outputs[request] or outcome is FinishReason.MAX_TOKENS
         if not is_whole:  # it ended before its prompt was computed
             wanted = wanted[: len(told)]
         assert told == wanted, f"{request.id} was told wrong log-probabilities of its prompt"
+
+
+def flavor_of(identity: CacheIdentity) -> int:
+    """Returns the flavor of the model that an identity runs on: all but whose it is."""
+    model = dataclasses.replace(identity, scope="tenant", owner="", salt=None)
+    return 0 if model == IDENTITY else 1 + zlib.crc32(repr(model).encode()) % 1000
 
 
 def _is_waiting(sequence: Sequence) -> bool:

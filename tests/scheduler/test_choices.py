@@ -250,7 +250,7 @@ def test_one_choice_is_preempted_and_the_others_go_on() -> None:
     request = loop.add(6, 8, sampling=sampling(3))
     for _ in range(4):
         loop.step()
-    loop.scheduler._planner.preempt(request.sequences[1])
+    loop.scheduler._planner.preemption.preempt(request.sequences[1])
     assert states(request) == [
         SequenceState.RUNNING,
         SequenceState.WAITING,

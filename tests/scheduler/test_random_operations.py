@@ -7,13 +7,15 @@ operations are in the error's notes: `play_round(seed)` repeats it.
 
 import collections
 import random
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.identity import CacheIdentity
 from jaxserve.request import FinishReason, SamplingParams, Sequence, SequenceState
-from tests.scheduler.loop import Loop
+from tests.scheduler.loop import IDENTITY, Loop
 
 NUM_SHARDS = 8
 OPERATIONS_A_SHARD = 12_500
@@ -26,10 +28,10 @@ def break_some(prompt: tuple[int, ...], output_index: int) -> Literal["not_finit
     return "not_finite" if (sum(prompt) + 7 * output_index) % 41 == 0 else None
 
 
-def draw_loop(rng: random.Random) -> tuple[Loop, str]:
+def draw_options(rng: random.Random) -> dict[str, object]:
     chunked = rng.random() < 0.7
     chunk_tile = rng.choice((1, 1, 4, 5))
-    options: dict[str, object] = {
+    return {
         "rows": rng.choice((1, 2, 4)),
         "depth": rng.choice((1, 2, 2, 3)),
         "batching": rng.choice(("continuous", "continuous", "static")),
@@ -41,9 +43,13 @@ def draw_loop(rng: random.Random) -> tuple[Loop, str]:
         "step_tokens": rng.choice((10, 10, 7, 3, 1, None)) if chunked else rng.choice((40, None)),
         "num_pages": rng.choice((13, 13, 11)),
         "vocab_size": VOCAB_SIZE,
+        "policy": rng.choice(("priority", "priority", "fcfs", "edf", "fair")),
+        "ageing_s": rng.choice((60.0, 2.0, None)),
+        "weights": {"b": 3.0},
+        "step_s": rng.choice((0.0, 0.1, 0.1)),
+        "target_itl_s": rng.choice((None, None, 0.05, 0.2)) if chunked else None,
         "script": break_some if rng.random() < 0.3 else None,
     }
-    return Loop(**options), str(options)  # type: ignore[arg-type]  # drawn by name
 
 
 def draw_sampling(rng: random.Random) -> SamplingParams:
@@ -60,34 +66,49 @@ def draw_sampling(rng: random.Random) -> SamplingParams:
 class Round:
     """One loop, the operations played on it, and their log."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.loop, self.configuration = draw_loop(self.rng)
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        options = self.draw_options()
+        self.configuration = str(options)
+        self.loop = Loop(**options)  # type: ignore[arg-type]  # drawn by name
         self.log: collections.deque[str] = collections.deque(maxlen=60)
         self.num_forced: collections.Counter[Sequence] = collections.Counter()
 
+    def draw_options(self) -> dict[str, object]:
+        return draw_options(self.rng)
+
+    def draw_prompt(self) -> tuple[int, ...]:
+        prompt_len = self.rng.choice((1, 3, 4, 5, 9, 17, 30))
+        return tuple(self.rng.randrange(VOCAB_SIZE) for _ in range(prompt_len))
+
+    def draw_identity(self) -> CacheIdentity:
+        return IDENTITY
+
+    def operations(self) -> dict[Callable[[], None], int]:
+        """Returns what may be done, and how often in proportion."""
+        return {
+            self.submit: 14, self.advance: 80, self.abort: 3, self.end: 2, self.preempt: 1,
+            self.preempt_one: 2, self.wait: 3,
+        }  # fmt: skip
+
     def play(self, num_operations: int) -> None:
-        operations = (
-            self.submit, self.advance, self.abort, self.end, self.preempt, self.preempt_one,
-            self.wait,
-        )  # fmt: skip
+        operations = self.operations()
         for _ in range(num_operations):
-            operation = self.rng.choices(operations, weights=(14, 80, 3, 2, 1, 2, 3))[0]
-            operation()
+            self.rng.choices(list(operations), weights=list(operations.values()))[0]()
+        self.drain()
+
+    def drain(self) -> None:
+        """Nobody waits for ever, and nobody is preempted without end."""
         self.log.append("drain")
         owed = sum((len(r.prompt) + r.max_tokens) * len(r.sequences) for r in self.loop.live)
         self.loop.drain(max_steps=6 * owed + 10)
-        if any(request.priority for request in self.loop.outputs):
-            return
         for sequence in (s for request in self.loop.outputs for s in request.sequences):
             by_shortage = sequence.num_preemptions - self.num_forced[sequence]
             assert by_shortage <= 12, f"{sequence.id} was preempted {by_shortage} times"
 
     def submit(self) -> None:
         rng = self.rng
-        prompt = tuple(
-            rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 3, 4, 5, 9, 17, 30)))
-        )
+        prompt = self.draw_prompt()
         stop_ids = {1: FinishReason.EOS, 2: FinishReason.STOP} if rng.random() < 0.7 else {}
         now_s = self.loop.now_s
         sampling = draw_sampling(rng)
@@ -103,6 +124,8 @@ class Round:
                 deadline_s=now_s + rng.uniform(0, 6) if rng.random() < 0.3 else None,
                 queue_deadline_s=now_s + rng.uniform(0, 20) if rng.random() < 0.2 else None,
                 is_masked=rng.random() < 0.2,
+                tenant=rng.choice("aaab"),
+                identity=self.draw_identity(),
             )
         except InvalidRequestError:
             self.log.append(f"refused a prompt of {len(prompt)}")
@@ -143,7 +166,7 @@ class Round:
             sequence = self.rng.choice(running)
             self.num_forced[sequence] += 1
             self.log.append(f"preempt sequence {sequence.id}")
-            self.loop.scheduler._planner.preempt(sequence)
+            self.loop.scheduler._planner.preemption.preempt(sequence)
 
     def wait(self) -> None:
         self.loop.now_s += self.rng.uniform(0, 3)
@@ -155,8 +178,10 @@ def is_running(sequence: Sequence) -> bool:
     return sequence.state is SequenceState.RUNNING
 
 
-def play_round(seed: int, num_operations: int = OPERATIONS_A_ROUND) -> Round:
-    played = Round(seed)
+def play_round(
+    seed: int, num_operations: int = OPERATIONS_A_ROUND, *, kind: type[Round] = Round
+) -> Round:
+    played = kind(random.Random(seed))
     try:
         played.play(num_operations)
     except BaseException as error:
@@ -183,4 +208,4 @@ def test_random_operations_lose_no_page_and_change_no_output(shard: int) -> None
         ran["only scored"] += sum(not request.max_tokens for request in loop.outputs)
         ran["ends"] += len(loop.ends)
         assert loop.metrics.value("useful_rows_total") <= loop.metrics.value("offered_rows_total")
-    assert len(+ran) == 18, f"something never happened, the test is weak: {ran}"
+    assert len(+ran) == 19, f"something never happened, the test is weak: {ran}"

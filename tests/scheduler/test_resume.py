@@ -13,16 +13,23 @@ SETTINGS = {
     "min_tokens": SamplingParams(temperature=0.0, min_tokens=6),
     "bias": SamplingParams(temperature=0.0, logit_bias={3: 2.0}),
 }
+LONG = (3, 1, 4, 1, 5, 9, 2)  # two chunks
+SHORT = (3, 1, 4)  # with the outputs more than a chunk, which it ends in the middle of
 STOP_IDS = dict.fromkeys(range(40), FinishReason.EOS)
 
 
-def run(name: str, *, preempt_at: tuple[int, ...], depth: int, stop_at: int | None) -> list[int]:
+def run(
+    name: str,
+    *,
+    preempt_at: tuple[int, ...],
+    depth: int,
+    stop_at: int | None,
+    prompt: tuple[int, ...] = LONG,
+) -> list[int]:
     """Returns the stream of one request that is preempted once it has so many tokens."""
     loop = Loop(depth=depth)
     stop_ids = STOP_IDS if name == "min_tokens" else {}
-    request = loop.add(
-        (3, 1, 4, 1, 5, 9, 2), 16, sampling=SETTINGS[name], seed=7, stop_ids=stop_ids
-    )
+    request = loop.add(prompt, 16, sampling=SETTINGS[name], seed=7, stop_ids=stop_ids)
     if stop_at is not None:
         loop.stops_at[request] = stop_at
     loop.add(5, 16)  # a batch mate
@@ -36,15 +43,18 @@ def run(name: str, *, preempt_at: tuple[int, ...], depth: int, stop_at: int | No
     return loop.outputs[request]
 
 
+@pytest.mark.parametrize("prompt", [LONG, SHORT])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_stream_is_the_same_wherever_it_is_preempted(name: str, depth: int) -> None:
-    unhurt = run(name, preempt_at=(), depth=depth, stop_at=None)
+def test_the_stream_is_the_same_wherever_it_is_preempted(
+    name: str, depth: int, prompt: tuple[int, ...]
+) -> None:
+    unhurt = run(name, preempt_at=(), depth=depth, stop_at=None, prompt=prompt)
     assert len(unhurt) >= 6
     for index in range(1, 13):
-        assert run(name, preempt_at=(index,), depth=depth, stop_at=None) == unhurt
-        assert run(name, preempt_at=(index, index + 2), depth=depth, stop_at=None) == unhurt
-        assert run(name, preempt_at=(index, index), depth=depth, stop_at=None) == unhurt
+        for points in ((index,), (index, index + 2), (index, index)):
+            hurt = run(name, preempt_at=points, depth=depth, stop_at=None, prompt=prompt)
+            assert hurt == unhurt, points
 
 
 def test_a_stop_string_after_a_preemption_ends_at_the_same_token() -> None:

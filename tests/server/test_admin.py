@@ -300,9 +300,6 @@ async def test_credentials_are_reloaded_or_the_fault_is_told(path: Path, tmp_pat
 
 async def test_what_this_version_has_not_is_refused_by_name(path: Path) -> None:
     async with run_admin(f"unix:{path}") as (_, stub):
-        with pytest.raises(grpc.aio.AioRpcError, match="no prefix cache") as caught:
-            await stub.FlushPrefixCache(admin_pb2.FlushPrefixCacheRequest())
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         newer = admin_pb2.GetLoadRequest.FromString(b"\x9a\x3f\x04what")
         with pytest.raises(grpc.aio.AioRpcError, match="1011 is not supported"):
             await stub.GetLoad(newer)

@@ -8,6 +8,7 @@ import pytest
 from jaxserve.client import Delta, Finish, FinishReason, Start
 from jaxserve.gen import generation_pb2
 from jaxserve.request import SamplingParams
+from tests.engines import NO_CACHE
 from tests.fakes import EOS_ID, expected_output
 from tests.server.harness import Steps, connect, raw_stub, read_rest, run_server, until
 
@@ -106,7 +107,7 @@ async def test_greedy_choices_are_the_same() -> None:
 @pytest.mark.parametrize("prompt", ["Hé 🌶", tuple("Hé 🌶".encode())])
 async def test_each_choice_begins_with_the_prompts_text(prompt: str | tuple[int, ...]) -> None:
     options = {"n": 2, "seed": 7, "temperature": 0.8, "max_tokens": 4}
-    async with run_server() as running, connect(running) as client:
+    async with run_server(prefix_cache=NO_CACHE) as running, connect(running) as client:
         plain = await client.generate(prompt, **options)  # type: ignore[arg-type]
         whole = await client.generate(prompt, echo=True, **options)  # type: ignore[arg-type]
         texts = {0: "", 1: ""}

@@ -22,7 +22,7 @@ from jaxserve.client import (
 from jaxserve.config import LimitsSection
 from jaxserve.gen import generation_pb2
 from jaxserve.request import ChatMessage, ChatPrompt, SamplingParams
-from tests.engines import Clock
+from tests.engines import NO_CACHE, Clock
 from tests.fakes import CHAT_TEMPLATE, EOS_ID, expected_output, say
 from tests.server.harness import EOF, Steps, connect, raw_stub, run_server, until
 
@@ -34,7 +34,11 @@ PROMPT = tuple(b"Hi!")
 
 async def test_the_unary_answer_is_the_stream_put_together() -> None:
     answer = [*"h🌶é, stop here".encode(), EOS_ID]
-    async with run_server(script=say({PROMPT: answer})) as running, connect(running) as client:
+    script = say({PROMPT: answer})
+    async with (
+        run_server(script=script, prefix_cache=NO_CACHE) as running,
+        connect(running) as client,
+    ):
         for options in ({}, {"stop_strings": ["op"]}, {"max_tokens": 3}, {"stream_interval": 4}):
             arguments = {"temperature": 0.0, "include_token_ids": True, **options}
             whole = await client.generate("Hi!", **arguments)  # type: ignore[arg-type]

@@ -280,10 +280,12 @@ async def test_every_token_computed_is_accounted_for(seed: int) -> None:
     metrics, tally = await play(seed)
     value = metrics.value
     assert value("recomputed_tokens_total") > 0
+    assert value("prefix_cache_hit_tokens_total") > 0
     assert value("step_tokens_sum") == (
         value("prompt_tokens_total")
         + value("output_tokens_total")
         - value("time_to_first_token_seconds_count")
+        - value("prefix_cache_hit_tokens_total")
         + value("recomputed_tokens_total")
         + value("surplus_tokens_total")
         + tally.finished["error_numerics"]  # sampled, and no token

@@ -74,6 +74,7 @@ def test_reasons_are_api() -> None:
         "NoChatTemplateError": "NO_CHAT_TEMPLATE",
         "QueueFullError": "QUEUE_FULL",
         "SlowReaderError": "SLOW_READER",
+        "DeadlineUnreachableError": "DEADLINE_UNREACHABLE",
         "DeadlineError": "DEADLINE",
         "RequestCancelledError": "CANCELLED",
         "NumericsError": "NUMERICS",
@@ -170,7 +171,9 @@ def test_the_client_reads_back_what_the_server_meant(kind: type[errors.JaxserveE
     assert read.reason == (row.reason or getattr(error, "reason", None))
     is_told = isinstance(error, errors.RequestError) and row.message is None
     assert read.field == ("sampling.seed" if is_told else "")
-    is_for_a_while = isinstance(error, errors.QueueFullError | errors.QuotaError)
+    is_for_a_while = isinstance(
+        error, errors.QueueFullError | errors.QuotaError | errors.DeadlineUnreachableError
+    )
     assert read.retry_after_s == (1.0 if is_for_a_while else None)
 
 

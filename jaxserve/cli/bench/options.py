@@ -58,7 +58,7 @@ def add_replay_options(parser: argparse.ArgumentParser) -> None:
         help="in-process, grpc://HOST:PORT, grpcs://HOST:PORT with TLS, or http://HOST:PORT/v1 "
         "(default: %(default)s)",
     )
-    _add_load(parser)
+    add_load_options(parser)
     group = parser.add_argument_group("measuring")
     group.add_argument(
         "--limit",
@@ -109,7 +109,7 @@ def add_replay_options(parser: argparse.ArgumentParser) -> None:
         choices=("cold", "primed"),
         help="what the server's caches held at the start, where it cannot be worked out",
     )
-    _add_sampling(parser)
+    add_sampling_options(parser)
     _add_remote(parser)
     group = parser.add_argument_group("engine in this process")
     group.add_argument(
@@ -123,7 +123,8 @@ def add_replay_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
-def _add_load(parser: argparse.ArgumentParser) -> None:
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what is to be sent."""
     parser.add_argument(
         "--workload", type=Path, metavar="FILE", help="of `jaxserve workload`; or, instead:"
     )
@@ -138,7 +139,8 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-tokens", metavar="LENGTHS", help="likewise (default: 64)")
 
 
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what is asked of every request."""
     group = parser.add_argument_group("sampling; an entry's own goes over it")
     group.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="(default: 0, greedy)"

@@ -18,20 +18,24 @@ from jaxserve.cli.bench.progress import BenchProgress
 from jaxserve.cli.bench.session import run_against
 from jaxserve.cli.bench.table import summarize
 from jaxserve.cli.workload.options import check
+from jaxserve.engine.machine import read_devices
 from jaxserve.errors import ResultError
 from jaxserve.measure.bench import Bench
 from jaxserve.measure.bench_options import Served
 from jaxserve.measure.report import write_report
 from jaxserve.measure.request_lines import REQUESTS_FILE, RequestWriter
 from jaxserve.measure.result import RESULT_FILE, JsonObject, write_result
+from jaxserve.measure.step_times import STEP_TIMES_FILE, read_engine, write_step_times
 from jaxserve.measure.targets import Target
+from jaxserve.measure.targets.in_process import InProcessTarget
 
 EPILOG: Final = f"""\
 {LIMITS_HELP}
 Requests are sent at their times whatever the server does, and latencies count
 from those times. DIR gets {RESULT_FILE}, with every figure, its definition and
 what was measured on, {REQUESTS_FILE}, a line for each request, and a page of
-figures (`jaxserve report`).
+figures (`jaxserve report`). In process it gets {STEP_TIMES_FILE} too, which
+`jaxserve simulate` needs.
 
 Exit code 1: not one request ended as it was asked to.
 """
@@ -81,7 +85,10 @@ def run(options: argparse.Namespace) -> int:
                 writer=writer,
                 on_progress=progress,
             )
-            return await bench.run(date=date)
+            result = await bench.run(date=date)
+        if isinstance(target, InProcessTarget):
+            _write_step_times(target, folder)
+        return result
 
     result = run_against(options, work)
     write_result(result, folder / RESULT_FILE)
@@ -90,6 +97,13 @@ def run(options: argparse.Namespace) -> int:
     print(f"\nwritten   {folder / RESULT_FILE}, {folder / REQUESTS_FILE}")
     print(f"page      {page}")
     return exit_codes.OK if result["outcomes"]["ok"] else exit_codes.REFUSED
+
+
+def _write_step_times(target: InProcessTarget, folder: Path) -> None:
+    """Writes what the engine found out about its steps, for `jaxserve simulate`."""
+    found = read_engine(target.engine, platform=str(read_devices()[0]["platform"]))
+    if found.times:
+        write_step_times(found, folder / STEP_TIMES_FILE)
 
 
 def now() -> str:

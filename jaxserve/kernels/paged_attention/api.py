@@ -7,10 +7,11 @@ import jax
 from jax import numpy as jnp
 
 from jaxserve.errors import ShapeError
-from jaxserve.kernels.paged_attention import reference, xla
+from jaxserve.kernels.paged_attention import native, reference, xla
 from jaxserve.shapes import check_shapes
 
-Impl = Literal["reference", "xla"]
+# "triton" needs a CUDA GPU; "triton_interpret" is its kernel run as plain XLA operations, slowly.
+Impl = Literal["reference", "xla", "native", "triton", "triton_interpret"]
 
 
 class Attend(Protocol):
@@ -42,6 +43,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    split_len: int | None = None,
     impl: Impl,
 ) -> jax.Array:
     """Returns ``out_TNH`` in q's dtype; queries that are padding give 0.
@@ -66,6 +68,8 @@ def paged_attention(
       num_single_rows: rows of X that have one query.
       tile: queries of each later row; not read when there are none.
       scale: factor on q·k, before the soft cap.
+      split_len: where an implementation sums a row's keys in shares, their length in tokens. Given,
+        a row's bits depend on its own length alone; None lets a step's shape decide.
       impl: chosen once by the runner at start-up. There is no silent fallback.
 
     Raises:
@@ -94,7 +98,9 @@ def paged_attention(
         if array.dtype != jnp.int32:
             raise ShapeError(f"{name} must be int32, got {array.dtype}")
 
-    attend = functools.partial(_attend_of(impl), scale=scale, window=window, soft_cap=soft_cap)
+    attend = functools.partial(
+        _attend_of(impl, split_len), scale=scale, window=window, soft_cap=soft_cap
+    )
     B, N, H = num_single_rows, sizes["N"], sizes["H"]
     parts = []
     if B:
@@ -114,9 +120,18 @@ def paged_attention(
     return jnp.concatenate(parts)
 
 
-def _attend_of(impl: Impl) -> Attend:
+def _attend_of(impl: Impl, split_len: int | None) -> Attend:
     match impl:
         case "reference":
             return reference.attend
         case "xla":
             return xla.attend
+        case "native":
+            return native.attend
+        case "triton" | "triton_interpret":
+            # Imported where it is chosen: Pallas takes a moment that no other start-up should pay.
+            from jaxserve.kernels.paged_attention import triton
+
+            return functools.partial(
+                triton.attend, split_len=split_len, interpret=impl == "triton_interpret"
+            )

@@ -47,6 +47,23 @@ def build_page(result: Mapping[str, Any], sections: Sequence[Section]) -> str:
         element("main", {}, *map(_section, shown)),
         _footer(result),
     ]
+    return _document(f"{what} of {shorten(model, 60)} · jaxserve", body)
+
+
+def build_plain_page(title: str, lines: Sequence[str], sections: Sequence[Section]) -> str:
+    """Returns the HTML of figures that are of no one result.
+
+    Args:
+      lines: below the title, what was measured.
+    """
+    header = element(
+        "header", {}, element("h1", {}, title), *(element("p", {}, line) for line in lines)
+    )
+    main = element("main", {}, *map(_section, sections))
+    return _document(f"{title} · jaxserve", [header, main])
+
+
+def _document(title: str, body: Sequence[Markup]) -> str:
     head = element(
         "head",
         {},
@@ -54,7 +71,7 @@ def build_page(result: Mapping[str, Any], sections: Sequence[Section]) -> str:
         void("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
         void("meta", {"name": "color-scheme", "content": "light dark"}),
         void("meta", {"http-equiv": "Content-Security-Policy", "content": POLICY}),
-        element("title", {}, f"{what} of {shorten(model, 60)} · jaxserve"),
+        element("title", {}, title),
         element("style", {}, Markup(STYLE)),
     )
     page = element("html", {"lang": "en"}, head, element("body", {}, *body))

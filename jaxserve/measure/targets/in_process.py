@@ -3,11 +3,11 @@
 import contextlib
 import resource
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from jaxserve.engine import Delta, Engine, Event, Finished, Stream
 from jaxserve.engine.limits import merge_sampling
-from jaxserve.errors import DeadlineError, JaxserveError
+from jaxserve.errors import DeadlineError, DeadlineUnreachableError, JaxserveError
 from jaxserve.measure.server_metrics import Snapshot
 from jaxserve.measure.targets.base import (
     Ask,
@@ -24,8 +24,12 @@ from jaxserve.request import GenerationRequest
 class InProcessTarget:
     """Replays against a started engine; whoever made it stops it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, tenant_of: Callable[[Ask], str] | None = None) -> None:
+        """Args:
+        tenant_of: whose a request is; None has no tenants.
+        """
         self._engine = engine
+        self._tenant_of = tenant_of
 
     async def describe(self) -> TargetFacts:
         model, tokenizer = self._engine.model, self._engine.tokenizer
@@ -44,6 +48,7 @@ class InProcessTarget:
             sampling=merge_sampling(ask.sampling, engine.model.sampling_defaults),
             id=ask.request_id,
             priority=ask.priority,
+            tenant="" if self._tenant_of is None else self._tenant_of(ask),
             deadline_s=None if left_s is None else engine.now() + left_s,
         )
         try:
@@ -63,8 +68,14 @@ class InProcessTarget:
                                 yield read_end(event, by="engine")
             except DeadlineError as error:
                 raise TargetError(str(error), outcome="timed_out") from error
+            except DeadlineUnreachableError as error:
+                raise TargetError(str(error), outcome="refused") from error
             except JaxserveError as error:
                 raise TargetError(str(error), outcome="failed") from error
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
 
     async def read_metrics(self) -> Snapshot:
         return Snapshot.of_registry(self._engine.metrics.registry)

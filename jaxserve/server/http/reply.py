@@ -6,7 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from jaxserve.errors import HttpError, NotServingError, QueueFullError, QuotaError
+from jaxserve.errors import (
+    DeadlineUnreachableError,
+    HttpError,
+    NotServingError,
+    QueueFullError,
+    QuotaError,
+)
 from jaxserve.server.openai import build_error, http_status
 
 NOT_SERVING_RETRY_S: Final = 2.0
@@ -56,7 +62,7 @@ def build_refusal(error: Exception) -> Reply:
 
 def _retry_after_s(error: Exception) -> float | None:
     match error:
-        case QueueFullError() | QuotaError():
+        case QueueFullError() | QuotaError() | DeadlineUnreachableError():
             return error.retry_after_s
         case NotServingError():
             return NOT_SERVING_RETRY_S

@@ -108,6 +108,9 @@ class _Body(pydantic.BaseModel):
         description="Higher runs first, as everywhere in jaxserve.",
         json_schema_extra={"minimum": INT32[0], "maximum": INT32[1]},
     )
+    cache_salt: str | None = pydantic.Field(
+        None, description="What is kept of the prompt is shared with this salt's requests alone."
+    )
     return_token_ids: bool = pydantic.Field(
         False, description="Adds the output's token_ids to each choice, and the prompt's."
     )

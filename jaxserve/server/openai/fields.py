@@ -23,7 +23,6 @@ HARMLESS: Final = frozenset(
 # Not supported yet, by name, with the values that ask for nothing and so are accepted. OpenAI's
 # own first, then what vLLM adds.
 _REFUSED_ANYWHERE: Final[dict[str, tuple[object, ...]]] = {
-    "cache_salt": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "length_penalty": (1,),

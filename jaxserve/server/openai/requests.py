@@ -177,6 +177,7 @@ def _build_request(
         structured_output=form,
         priority=body.priority,
         queue_timeout_s=body.queue_timeout,
+        cache_salt=body.cache_salt or "",
     )
 
 

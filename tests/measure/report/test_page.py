@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.errors import ResultError
 from jaxserve.measure.report import build_sections, write_report
-from jaxserve.measure.report.page import build_page
+from jaxserve.measure.report.page import build_page, build_plain_page
 from jaxserve.measure.report.svg import WIDTH
 from jaxserve.measure.result import JsonObject
 from tests.measure.report.example import build_sweep, write_run
@@ -239,3 +239,11 @@ def test_what_is_not_a_result_is_refused(tmp_path: Path) -> None:
 def test_a_page_that_cannot_be_written_is_one_error(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ResultError, match=r"there/x\.html cannot be written"):
         write_report(run, tmp_path / "there" / "x.html")
+
+
+def test_figures_of_no_one_result_have_a_page_too() -> None:
+    sections = build_sections(build_sweep())
+    page = build_plain_page(f"Many {EVIL}", [f"by {EVIL}"], sections)
+    root = parse(page)
+    assert set(figures(root)) == SWEEP_FIGURES
+    assert not loads(root, page)

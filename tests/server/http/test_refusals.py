@@ -81,7 +81,8 @@ async def test_bodies_that_are_none(content: bytes, said: str) -> None:
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_json": {}, "ignore_eos": True}, "ignore_eos"),
         ({"min_tokens": 2, "guided_regex": "a"}, "min_tokens"),
-        ({"cache_salt": "x"}, "cache_salt"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"cache_salt": 7}, "cache_salt"),
         ({"echo": True, "messages": []}, "messages"),
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from jaxserve.config import LimitsSection, ServerSection
+from tests.engines import NO_CACHE
 from tests.fakes import CHAT_TEMPLATE, say
 from tests.server.harness import Steps, until
 from tests.server.http.harness import CHAT, COMPLETIONS, HI, read_events, run_app
@@ -91,6 +92,7 @@ async def test_a_stream_put_together_is_the_whole_reply(
 ) -> None:
     """Also with broken characters and an end (not letters: random bytes)."""
     script: dict[str, Any] = {} if letters else {"script": None}
+    script["prefix_cache"] = NO_CACHE
     async with run_app(chat_template=CHAT_TEMPLATE, **script, **ROOMY) as running:
         body = {"temperature": 0.7, "seed": 1} | body
         chunks = await running.stream(url, **body, stream_options={"include_usage": True})

@@ -1,0 +1,377 @@
+// paged_attention on a CPU: one item of work for each row and KV head, an online softmax over
+// blocks of keys (Milakov & Gimelshein 2018, alg. 3; Dao et al. 2022, alg. 1). A query's numbers
+// depend on nothing but its own sequence: blocks stand at fixed positions, and nothing is split.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "lanes.h"
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxserve {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int64_t kBlock = 32;  // keys at once: K and V of a block of 64-wide heads fill 16 KB
+constexpr int64_t kGroups = kBlock / kLanes;
+constexpr int64_t kMaxHeadDim = 512;
+constexpr float kLowest = -0.7f * std::numeric_limits<float>::max();
+
+// What a call is given; shapes as in api.py.
+struct Call {
+  const int32_t* page_table_XP;
+  const int32_t* q_starts_X;
+  const int32_t* q_lens_X;
+  int64_t X, Q, N, H, K, R, P;
+  float scale;
+  int64_t window;  // 0: none
+  float soft_cap;  // 0: none
+};
+
+// A thread's own memory; a query is a head's token, with its softmax so far.
+struct Scratch {
+  alignas(64) float keys_HS[kMaxHeadDim * kBlock];  // transposed: a number of all keys side by side
+  alignas(64) float values_SH[kBlock * kMaxHeadDim];
+  std::vector<float> q_MH, sum_MH, weights_MS, top_M, total_M;
+};
+
+// Where a block's keys and values are, row by row.
+template <typename KV>
+struct Rows {
+  int64_t num_keys = 0;
+  const KV* keys[kBlock];
+  const KV* values[kBlock];
+};
+
+// The rows of the block to come, which are fetched line by line while this one is computed: all at
+// once they would stand in each other's way.
+template <typename KV>
+class Ahead {
+ public:
+  Ahead(const KV* const* rows, int64_t num_rows, int64_t H) : row_(rows), end_(rows + num_rows), H_(H) {}
+
+  void fetch_line() {
+    if (row_ == end_) return;
+    __builtin_prefetch(*row_ + h_);
+    h_ += 64 / sizeof(KV);
+    if (h_ >= H_) h_ = 0, ++row_;
+  }
+
+ private:
+  const KV* const* row_;
+  const KV* const* end_;
+  int64_t H_, h_ = 0;
+};
+
+// Sixteen numbers of sixteen keys, transposed.
+template <typename KV>
+void read_tile(const KV* const keys[kLanes], int64_t num_keys, float* to) {
+  Lanes tile[kLanes];
+#pragma GCC unroll 16
+  for (int64_t s = 0; s < kLanes; ++s) tile[s] = s < num_keys ? load(keys[s]) : Lanes{};
+  transpose(tile);
+#pragma GCC unroll 16
+  for (int64_t h = 0; h < kLanes; ++h) store(to + h * kBlock, tile[h]);
+}
+
+// Thirty-two, two of a key side by side as one word.
+inline void read_wide_tile(const BFloat16* const keys[kLanes], int64_t num_keys, float* to) {
+  Lanes tile[kLanes];
+#pragma GCC unroll 16
+  for (int64_t s = 0; s < kLanes; ++s) {
+    tile[s] = Lanes{};
+    if (s < num_keys) std::memcpy(&tile[s], keys[s], sizeof tile[s]);
+  }
+  transpose(tile);
+#pragma GCC unroll 16
+  for (int64_t h = 0; h < kLanes; ++h) {
+    const WordLanes pair = (WordLanes)tile[h];
+    store(to + 2 * h * kBlock, (Lanes)(pair << 16));
+    store(to + (2 * h + 1) * kBlock, (Lanes)(pair & 0xffff0000));
+  }
+}
+
+template <typename KV>
+void read_keys(const Rows<KV>& rows, int64_t H, Scratch& scratch) {
+  for (int64_t group = 0; group < kBlock; group += kLanes) {
+    const int64_t num_keys = std::clamp<int64_t>(rows.num_keys - group, 0, kLanes);
+    const KV* keys[kLanes];
+    const auto at = [&](int64_t h) {
+      for (int64_t s = 0; s < num_keys; ++s) keys[s] = rows.keys[group + s] + h;
+      return scratch.keys_HS + h * kBlock + group;
+    };
+    int64_t h = 0;
+    if constexpr (sizeof(KV) == 2) {
+      for (; h + 2 * kLanes <= H; h += 2 * kLanes) {
+        float* to = at(h);
+        read_wide_tile(keys, num_keys, to);
+      }
+    }
+    for (; h < H; h += kLanes) {
+      float* to = at(h);
+      read_tile(keys, num_keys, to);
+    }
+  }
+}
+
+template <typename KV>
+void read_values(const Rows<KV>& rows, int64_t H, Scratch& scratch) {
+  for (int64_t s = 0; s < rows.num_keys; ++s) {
+    for (int64_t h = 0; h < H; h += kLanes) {
+      store(scratch.values_SH + s * H + h, load(rows.values[s] + h));
+    }
+  }
+}
+
+// Scores of `num` queries from m on: weights_MS = scale * q . k, capped.
+template <int num, typename KV>
+void score(const Call& call, int64_t m, Ahead<KV>& ahead, Scratch& scratch) {
+  Lanes sums[num][kGroups] = {};
+  const float* q = scratch.q_MH.data() + m * call.H;
+  for (int64_t h = 0; h < call.H; ++h) {
+    const float* keys = scratch.keys_HS + h * kBlock;
+    const Lanes low = load(keys), high = load(keys + kLanes);
+    for (size_t line = 0; line < sizeof(KV) / 2; ++line) ahead.fetch_line();
+#pragma GCC unroll 4
+    for (int i = 0; i < num; ++i) {
+      const float factor = q[i * call.H + h];
+      sums[i][0] += factor * low;
+      sums[i][1] += factor * high;
+    }
+  }
+  for (int i = 0; i < num; ++i) {
+    for (int64_t group = 0; group < kGroups; ++group) {
+      Lanes scores = call.scale * sums[i][group];
+      if (call.soft_cap != 0) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+          scores[lane] = call.soft_cap * std::tanh(scores[lane] / call.soft_cap);
+        }
+      }
+      store(scratch.weights_MS.data() + (m + i) * kBlock + group * kLanes, scores);
+    }
+  }
+}
+
+// Takes a block's scores of one query into its softmax; keys [first, last) of the block are seen.
+void take_scores(const Call& call, int64_t m, int64_t first, int64_t last, Scratch& scratch) {
+  constexpr IntLanes kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  float* weights = scratch.weights_MS.data() + m * kBlock;
+  Lanes scores[kGroups];
+  Lanes top = fill(kLowest);
+  IntLanes is_seen[kGroups];
+  for (int64_t group = 0; group < kGroups; ++group) {
+    const IntLanes key = kLane + int32_t(group * kLanes);
+    is_seen[group] = (key >= int32_t(first)) & (key < int32_t(last));
+    scores[group] = select(is_seen[group], load(weights + group * kLanes), fill(kLowest));
+    top = larger(top, scores[group]);
+  }
+  const float old_top = scratch.top_M[m];
+  float new_top = largest_of(top);
+  new_top = new_top > old_top ? new_top : old_top;
+  float total = 0;
+  for (int64_t group = 0; group < kGroups; ++group) {
+    // A NaN among the scores stays one: it is this sequence's own.
+    const Lanes weight = select(is_seen[group], exp_of_negative(scores[group] - new_top), Lanes{});
+    store(weights + group * kLanes, weight);
+    total += sum_of(weight);
+  }
+  if (new_top != old_top) {
+    const float shrink = std::exp(old_top - new_top);
+    scratch.total_M[m] *= shrink;
+    float* sums = scratch.sum_MH.data() + m * call.H;
+    for (int64_t h = 0; h < call.H; h += kLanes) store(sums + h, shrink * load(sums + h));
+    scratch.top_M[m] = new_top;
+  }
+  scratch.total_M[m] += total;
+}
+
+// Adds the block's values to the weighted sums of `num` queries, `width` lanes of the head at once.
+template <int num, int width, typename Value, typename KV>
+void add_values(const Call& call, int64_t m, int64_t num_keys, const Value* const values[kBlock],
+                int64_t h, Ahead<KV>& ahead, Scratch& scratch) {
+  Lanes sums[num][width];
+  float* out = scratch.sum_MH.data() + m * call.H + h;
+  for (int i = 0; i < num; ++i) {
+    for (int j = 0; j < width; ++j) sums[i][j] = load(out + i * call.H + j * kLanes);
+  }
+  const float* weights = scratch.weights_MS.data() + m * kBlock;
+  for (int64_t s = 0; s < num_keys; ++s) {
+    Lanes value[width];
+#pragma GCC unroll 4
+    for (int j = 0; j < width; ++j) value[j] = load(values[s] + h + j * kLanes);
+    for (size_t line = 0; line < width * sizeof(KV) * kLanes / 64; ++line) ahead.fetch_line();
+#pragma GCC unroll 4
+    for (int i = 0; i < num; ++i) {
+      const float weight = weights[i * kBlock + s];
+#pragma GCC unroll 4
+      for (int j = 0; j < width; ++j) sums[i][j] += weight * value[j];
+    }
+  }
+  for (int i = 0; i < num; ++i) {
+    for (int j = 0; j < width; ++j) store(out + i * call.H + j * kLanes, sums[i][j]);
+  }
+}
+
+template <int num, typename Value, typename KV>
+void add_values(const Call& call, int64_t m, int64_t num_keys, const Value* const values[kBlock],
+                Ahead<KV>& ahead, Scratch& scratch) {
+  int64_t h = 0;
+  for (; h + 4 * kLanes <= call.H; h += 4 * kLanes) {
+    add_values<num, 4>(call, m, num_keys, values, h, ahead, scratch);
+  }
+  for (; h < call.H; h += kLanes) add_values<num, 1>(call, m, num_keys, values, h, ahead, scratch);
+}
+
+template <typename Value, typename KV>
+void add_values(const Call& call, int64_t M, int64_t num_keys, const Value* const values[kBlock],
+                Ahead<KV> ahead, Scratch& scratch) {
+  int64_t m = 0;
+  for (; m + 4 <= M; m += 4) add_values<4>(call, m, num_keys, values, ahead, scratch);
+  if (m + 3 == M) return add_values<3>(call, m, num_keys, values, ahead, scratch);
+  if (m + 2 == M) return add_values<2>(call, m, num_keys, values, ahead, scratch);
+  if (m + 1 == M) return add_values<1>(call, m, num_keys, values, ahead, scratch);
+}
+
+// One row of queries and one KV head, which G = N / K query heads share.
+template <typename Query, typename KV>
+void attend(const Call& call, const Query* q_XQNH, const KV* kv_C2KRH, Query* out_XQNH, int64_t x,
+            int64_t k) {
+  static thread_local Scratch scratch;
+  const int64_t H = call.H, G = call.N / call.K, num_queries = call.q_lens_X[x], M = num_queries * G;
+  Query* out_QNH = out_XQNH + x * call.Q * call.N * H;
+  for (int64_t q = num_queries; q < call.Q; ++q) {
+    std::memset((void*)(out_QNH + (q * call.N + k * G) * H), 0, G * H * sizeof(Query));
+  }
+  if (num_queries == 0) return;
+  scratch.q_MH.resize(M * H);
+  scratch.weights_MS.resize(M * kBlock);
+  scratch.sum_MH.assign(M * H, 0);
+  scratch.top_M.assign(M, kLowest);
+  scratch.total_M.assign(M, 0);
+  const Query* q_QNH = q_XQNH + x * call.Q * call.N * H;
+  for (int64_t q = 0; q < num_queries; ++q) {
+    for (int64_t i = 0; i < G * H; i += kLanes) {
+      store(scratch.q_MH.data() + q * G * H + i, load(q_QNH + (q * call.N + k * G) * H + i));
+    }
+  }
+  const int64_t start = call.q_starts_X[x], end = start + num_queries;
+  const int64_t first_key = call.window ? std::max<int64_t>(0, start - call.window + 1) : 0;
+  const int32_t* pages = call.page_table_XP + x * call.P;
+  const int64_t slab = call.R * H;  // numbers of a page's K or V of one head
+  const auto find_rows = [&](int64_t block) {
+    Rows<KV> rows;
+    rows.num_keys = std::clamp<int64_t>(end - block, 0, kBlock);
+    for (int64_t s = 0; s < rows.num_keys; ++s) {
+      const int64_t position = block + s, page = pages[position / call.R];
+      rows.keys[s] = kv_C2KRH + (page * 2 * call.K + k) * slab + position % call.R * H;
+      rows.values[s] = rows.keys[s] + call.K * slab;
+    }
+    return rows;
+  };
+  int64_t block = first_key / kBlock * kBlock;
+  Rows<KV> next = find_rows(block);
+  for (; block < end; block += kBlock) {
+    const Rows<KV> rows = next;
+    next = find_rows(block + kBlock);
+    read_keys(rows, H, scratch);
+    Ahead<KV> keys_ahead(next.keys, next.num_keys, H);
+    const Ahead<KV> values_ahead(next.values, next.num_keys, H);
+    int64_t m = 0;
+    for (; m + 4 <= M; m += 4) score<4>(call, m, keys_ahead, scratch);
+    if (m + 3 == M) score<3>(call, m, keys_ahead, scratch);
+    if (m + 2 == M) score<2>(call, m, keys_ahead, scratch);
+    if (m + 1 == M) score<1>(call, m, keys_ahead, scratch);
+    for (m = 0; m < M; ++m) {
+      const int64_t position = start + m / G;
+      const int64_t last = std::min(rows.num_keys, position + 1 - block);
+      const int64_t first = call.window ? std::max<int64_t>(0, position - call.window + 1 - block) : 0;
+      take_scores(call, m, first, last, scratch);
+    }
+    if (M <= 4) {  // converted as they are read; of more queries, once for all of them
+      add_values(call, M, rows.num_keys, rows.values, values_ahead, scratch);
+    } else {
+      read_values(rows, H, scratch);
+      const float* values[kBlock];
+      for (int64_t s = 0; s < rows.num_keys; ++s) values[s] = scratch.values_SH + s * H;
+      add_values(call, M, rows.num_keys, values, values_ahead, scratch);
+    }
+  }
+  for (int64_t m = 0; m < M; ++m) {
+    const float total = scratch.total_M[m];
+    const Lanes factor = fill(total == 0 ? 0 : 1 / total);
+    Query* out = out_QNH + (m / G * call.N + k * G + m % G) * H;
+    for (int64_t h = 0; h < H; h += kLanes) {
+      store(out + h, factor * load(scratch.sum_MH.data() + m * H + h));
+    }
+  }
+}
+
+template <typename Query, typename KV>
+void attend_all(const Call& call, const void* q, const void* kv, void* out) {
+  Team::get().run(call.X * call.K, [&](int64_t item) {
+    attend(call, static_cast<const Query*>(q), static_cast<const KV*>(kv), static_cast<Query*>(out),
+           item / call.K, item % call.K);
+  });
+}
+
+ffi::Error Attention(ffi::AnyBuffer q_XQNH, ffi::AnyBuffer kv_C2KRH,
+                     ffi::Buffer<ffi::S32> page_table_XP, ffi::Buffer<ffi::S32> q_starts_X,
+                     ffi::Buffer<ffi::S32> q_lens_X, ffi::Result<ffi::AnyBuffer> out_XQNH,
+                     float scale, int64_t window, float soft_cap) {
+  const auto q = q_XQNH.dimensions(), kv = kv_C2KRH.dimensions();
+  if (q.size() != 4 || kv.size() != 5 || kv[4] != q[3] || q[2] % kv[2]) {
+    return ffi::Error::InvalidArgument("the sizes of the queries and of the pool do not fit");
+  }
+  const Call call{.page_table_XP = page_table_XP.typed_data(),
+                  .q_starts_X = q_starts_X.typed_data(),
+                  .q_lens_X = q_lens_X.typed_data(),
+                  .X = q[0],
+                  .Q = q[1],
+                  .N = q[2],
+                  .H = q[3],
+                  .K = kv[2],
+                  .R = kv[3],
+                  .P = page_table_XP.dimensions()[1],
+                  .scale = scale,
+                  .window = window,
+                  .soft_cap = soft_cap};
+  if (call.H % kLanes || call.H > kMaxHeadDim) {
+    return ffi::Error::InvalidArgument("the head size is no multiple of 16, or above 512");
+  }
+  for (const ffi::DataType type : {q_XQNH.element_type(), kv_C2KRH.element_type()}) {
+    if (type != ffi::F32 && type != ffi::BF16) {
+      return ffi::Error::InvalidArgument("a dtype is neither float32 nor bfloat16");
+    }
+  }
+  const bool q_is_float = q_XQNH.element_type() == ffi::F32;
+  const bool kv_is_float = kv_C2KRH.element_type() == ffi::F32;
+  const void *queries = q_XQNH.untyped_data(), *pool_data = kv_C2KRH.untyped_data();
+  void* out = out_XQNH->untyped_data();
+  if (q_is_float && kv_is_float) attend_all<float, float>(call, queries, pool_data, out);
+  if (q_is_float && !kv_is_float) attend_all<float, BFloat16>(call, queries, pool_data, out);
+  if (!q_is_float && kv_is_float) attend_all<BFloat16, float>(call, queries, pool_data, out);
+  if (!q_is_float && !kv_is_float) {
+    attend_all<BFloat16, BFloat16>(call, queries, pool_data, out);
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jaxserve
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_paged_attention, jaxserve::Attention,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("soft_cap"));

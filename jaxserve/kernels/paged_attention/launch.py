@@ -1,0 +1,122 @@
+"""How the Triton kernel of `paged_attention` is cut into programs, by the shape of its call."""
+
+import dataclasses
+import math
+from typing import Protocol
+
+import numpy as np
+
+from jaxserve.errors import ShapeError
+from jaxserve.shapes import HasShape
+
+# Programs that keep an H200's 132 processors busy: two each, so that one's loads hide the other's.
+WANTED_PROGRAMS = 264
+MAX_SPLITS = 32
+
+# CUDA's limit on the second and third axis of a grid; the first may have 2**31 - 1.
+MAX_GRID = 65535
+
+# Rows of a program's product, (query, head) pairs of one KV head: what tensor cores take at least,
+# and where Hopper's own wide form begins.
+MIN_ROWS, MAX_ROWS = 16, 64
+
+
+class HasDtype(HasShape, Protocol):
+    """An array, or its shape and dtype alone."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The cut of one call.
+
+    Attributes:
+      rows: (query, head) pairs of a program; a power of two.
+      block_tokens: keys of one turn of its loop; a power of two.
+      num_splits: programs that share a row's keys, evenly by its own length. 1 writes the output
+        directly; more leave parts that are combined afterwards.
+      split_len: tokens of each split instead, a whole number of blocks: a row's arithmetic is then
+        the same in every step, whatever `num_splits` another step would have had.
+    """
+
+    rows: int
+    block_tokens: int
+    num_warps: int
+    num_stages: int
+    num_splits: int = 1
+    split_len: int | None = None
+
+
+def find_launch(
+    q_XQNH: HasDtype,
+    kv_C2KRH: HasDtype,
+    page_table_XP: HasShape,
+    *,
+    split_len: int | None = None,
+) -> Launch:
+    """Returns the launch for a call's shapes.
+
+    Args:
+      split_len: tokens of a split, where they must not depend on the step.
+    """
+    X, Q, N, H = q_XQNH.shape
+    K, R = kv_C2KRH.shape[2:4]
+    rows = min(max(power_of_two(N // K * Q), MIN_ROWS), MAX_ROWS)
+    if kv_C2KRH.dtype == np.float32:
+        # Multiplied without tensor cores, where every operand passes through registers.
+        rows, block_tokens, num_warps = MIN_ROWS, 32 if H <= 128 else 16, 4
+    else:
+        if q_XQNH.dtype == np.float32:  # its three parts take all registers at 32 rows
+            rows = MIN_ROWS
+        block_tokens = 64 if H <= 128 else 32
+        num_warps = 8 if rows == MAX_ROWS and H > 128 else 4
+    S = page_table_XP.shape[1] * R
+    if split_len is not None:
+        num_splits = -(-S // split_len)
+    else:
+        num_programs = X * -(-(N // K * Q) // rows) * K
+        num_splits = max(1, min(WANTED_PROGRAMS // num_programs, S // (2 * block_tokens)))
+        num_splits = min(num_splits, MAX_SPLITS)
+    return Launch(
+        rows=rows,
+        block_tokens=block_tokens,
+        num_warps=num_warps,
+        num_stages=2,
+        num_splits=num_splits,
+        split_len=split_len,
+    )
+
+
+def power_of_two(size: int) -> int:
+    """Returns the smallest power of two that is not below size."""
+    return 1 << (size - 1).bit_length()
+
+
+def check_launch(launch: Launch, kv_C2KRH: HasDtype) -> None:
+    """Refuses what the Triton backend would run wrongly, or not at all.
+
+    It counts elements with 32-bit integers wherever an array has at most 2**32 bytes. Of one-byte
+    elements 2**31 or more fit in there, and their offsets would turn negative.
+
+    Raises:
+      ShapeError: a grid over CUDA's limit, such a pool, or a split that is no whole block.
+    """
+    num_kv_heads = kv_C2KRH.shape[2]
+    if num_kv_heads > MAX_GRID or launch.num_splits > MAX_GRID:
+        raise ShapeError(
+            f"{num_kv_heads} KV heads and {launch.num_splits} splits, but a grid has at most "
+            f"{MAX_GRID} of each; make the splits longer"
+        )
+    if launch.split_len is not None and launch.split_len % launch.block_tokens:
+        raise ShapeError(
+            f"a split of {launch.split_len} tokens is no whole number of blocks of "
+            f"{launch.block_tokens}"
+        )
+    num_bytes = math.prod(kv_C2KRH.shape) * kv_C2KRH.dtype.itemsize
+    if kv_C2KRH.dtype.itemsize == 1 and 2**31 <= num_bytes <= 2**32:
+        raise ShapeError(
+            f"a pool of one-byte elements has {num_bytes} bytes in one layer; the Triton backend "
+            "reads those of 2 to 4 GiB at wrong places: make it smaller, or larger"
+        )

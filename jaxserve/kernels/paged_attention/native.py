@@ -1,0 +1,44 @@
+"""`paged_attention` in C++ for a CPU (`kernels/native/attention.cc`)."""
+
+from typing import Final
+
+import jax
+import numpy as np
+
+HEAD_MULTIPLE: Final = 16
+MAX_HEAD_DIM: Final = 512
+
+
+def attend(
+    q_XQNH: jax.Array,
+    kv_C2KRH: jax.Array,
+    page_table_XP: jax.Array,
+    q_starts_X: jax.Array,
+    q_lens_X: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> jax.Array:
+    """Returns ``out_XQNH`` in q's dtype. `load_native` comes first; H is a multiple of 16."""
+    call = jax.ffi.ffi_call(
+        "jaxserve_paged_attention", jax.ShapeDtypeStruct(q_XQNH.shape, q_XQNH.dtype)
+    )
+    out_XQNH: jax.Array = call(
+        q_XQNH,
+        kv_C2KRH,
+        page_table_XP,
+        q_starts_X,
+        q_lens_X,
+        scale=np.float32(scale),
+        window=np.int64(window or 0),
+        soft_cap=np.float32(soft_cap or 0.0),
+    )
+    return out_XQNH
+
+
+def find_problem(head_dim: int) -> str | None:
+    """Returns why a model's attention cannot be computed so."""
+    if head_dim % HEAD_MULTIPLE or head_dim > MAX_HEAD_DIM:
+        return f"head_dim is {head_dim}, not a multiple of {HEAD_MULTIPLE} up to {MAX_HEAD_DIM}"
+    return None

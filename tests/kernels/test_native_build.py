@@ -1,0 +1,207 @@
+"""From C++ to a library: what is kept, what is built again, and what is said when it cannot be."""
+
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxserve.kernels.native import NativeUnavailableError, build, load_native
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A process that has loaded nothing, with small sources; returns the libraries it registers."""
+    registered: list[Path] = []
+
+    def register(path: Path) -> None:
+        if path.read_bytes()[:4] != b"\x7fELF":
+            raise NativeUnavailableError(f"{path} cannot be loaded")
+        registered.append(path)
+
+    monkeypatch.setattr(build, "_loaded", {})
+    monkeypatch.setattr(build, "_register", register)
+    monkeypatch.setattr(build, "FLAGS", ("-std=c++20", "-fPIC", "-shared", "-w"))
+    monkeypatch.delenv("CXX", raising=False)
+    return registered
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "one.cc").write_text('#include "number.h"\nint one() { return kNumber; }\n')
+    (folder / "number.h").write_text("constexpr int kNumber = 1;\n")
+    monkeypatch.setattr(build, "HERE", folder)
+    monkeypatch.setattr(build, "SOURCES", ("one.cc",))
+    return folder
+
+
+def compiler_that(tmp_path: Path, script: str) -> str:
+    path = tmp_path / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_without_a_compiler_the_error_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        NativeUnavailableError, match=r"no C\+\+ compiler: install .*jaxserve\[ffi]"
+    ):
+        load_native(None)
+
+
+def test_without_the_systems_compiler_the_extras_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert build.find_compiler() == (sys.executable, "-m", "ziglang", "c++")
+
+
+def test_cxx_is_taken_first_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "sh -c")
+    assert build.find_compiler() == ("sh", "-c")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(NativeUnavailableError, match=r"\$CXX is no-such-compiler, which is not"):
+        load_native(None)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [("echo bad news >&2; exit 3", "ended with 3: bad news"), ("exit 1", "with 1: no message")],
+)
+def test_a_broken_compiler_is_told_with_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
+) -> None:
+    monkeypatch.setenv("CXX", compiler_that(tmp_path, script))
+    with pytest.raises(NativeUnavailableError, match=message):
+        load_native(tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_compiler_that_does_not_end_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler_that(tmp_path, "exec sleep 20"))
+    monkeypatch.setattr(build, "TIMEOUT_S", 0.2)
+    with pytest.raises(NativeUnavailableError, match=r"cannot be run: .* timed out"):
+        load_native(None)
+
+
+@pytest.mark.native
+def test_a_library_is_built_once_and_again_after_a_change(
+    tmp_path: Path, sources: Path, fresh: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    load_native(cache)
+    load_native(cache)
+    assert fresh[0] == fresh[1]
+    assert list(cache.iterdir()) == [fresh[0]]
+    (sources / "number.h").write_text("constexpr int kNumber = 2;\n")
+    load_native(cache)
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-fno-exceptions"))
+    load_native(cache)
+    assert len(set(fresh)) == 3
+    assert set(cache.iterdir()) == set(fresh)
+
+
+@pytest.mark.native
+def test_a_kept_library_that_cannot_be_loaded_is_built_again(
+    tmp_path: Path, sources: Path, fresh: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    load_native(tmp_path)
+    fresh[0].write_bytes(b"cut")
+    load_native(tmp_path)
+    assert "native kernels are built again" in caplog.text
+    assert fresh[1] == fresh[0]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_cache_folder_that_cannot_be_written_is_told_and_done_without(
+    tmp_path: Path,
+    sources: Path,
+    fresh: list[Path],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_file: bool,
+) -> None:
+    cache = tmp_path / "cache"
+    if is_file:
+        cache.write_text("")
+    else:  # root may write anywhere, so a folder without the right to is not enough
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(shutil, "copyfile", refuse)
+    load_native(cache)
+    assert len(fresh) == 1
+    assert "native kernels cannot be kept" in caplog.text
+    if not is_file:
+        assert list(cache.iterdir()) == []
+
+
+@pytest.mark.native
+def test_the_build_is_told_with_its_seconds(
+    sources: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    load_native(None)
+    assert "native kernels built compiler=" in caplog.text
+
+
+BUILD = """
+import sys
+from pathlib import Path
+from jaxserve.kernels.native import build
+build.HERE, build.SOURCES, build.TARGETS = Path(sys.argv[1]), ("one.cc",), ()
+build.load_native(Path(sys.argv[2]))
+print(list(build._loaded))
+"""
+
+
+@pytest.mark.native
+def test_two_processes_may_build_at_once(tmp_path: Path, sources: Path) -> None:
+    cache = tmp_path / "cache"
+    command = [sys.executable, "-c", BUILD, str(sources), str(cache)]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    said = {process.communicate()[0] for process in processes}
+    assert [process.returncode for process in processes] == [0, 0]
+    (kept,) = cache.iterdir()
+    assert said == {f"['{kept}']\n"}
+
+
+SUITE = """
+import sys
+import pytest
+from jaxserve.kernels.native import build
+build.FLAGS = tuple("-march=x86-64-v3" if flag == "-march=native" else flag for flag in build.FLAGS)
+folder = "tests/kernels"
+suite = [f"{folder}/test_native_dot.py", f"{folder}/test_paged_attention.py"]
+sys.exit(pytest.main(["-q", "-m", "native", "-p", "no:cacheprovider", *suite]))
+"""
+
+
+@pytest.mark.native
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere the suites themselves run it")
+def test_the_suites_pass_without_the_newest_instructions() -> None:
+    """What a machine without AVX-512 runs: other code for the products, other vectors for both."""
+    environment = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
+    done = subprocess.run(
+        [sys.executable, "-c", SUITE], cwd=ROOT, env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
