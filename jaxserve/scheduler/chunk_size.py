@@ -1,12 +1,17 @@
 """How many prompt tokens a step may take beside rows that decode, for a target between tokens."""
 
+from typing import Final
+
 from jaxserve.plan import StepLimits
 from jaxserve.scheduler.running_set import RunningSet, is_ending
 from jaxserve.scheduler.step_time import StepTimes, StepWork
 
 
+SHARE_WITHIN: Final = 0.9  # of steps: a request is judged by its slow ones
+
+
 class ChunkSize:
-    """The largest that keeps a step, by the step-time model, within the target.
+    """The largest with which nine of ten steps, by the step-time model, are within the target.
 
     Never less than a tile, so that prompts go on whatever the target. A size whose program was
     never run counts as the next larger one that was, until it has run itself.
@@ -39,4 +44,6 @@ class ChunkSize:
     def _is_within(self, num_rows: int, chunk_tokens: int, work: StepWork) -> bool:
         bucket = self._times.find_bucket(num_rows, chunk_tokens)
         seconds = None if bucket is None else self._times.predict(bucket, work)
-        return seconds is None or seconds <= self._target_s
+        if bucket is None or seconds is None:
+            return True
+        return seconds * self._times.ratio_at(bucket, SHARE_WITHIN) <= self._target_s

@@ -206,6 +206,11 @@ class StepTimes:
         places = (int((i + 0.5) / NUM_QUANTILES * len(ratios)) for i in range(NUM_QUANTILES))
         return tuple(ratios[place] for place in places)
 
+    def ratio_at(self, bucket: Bucket, share: float) -> float:
+        """Returns what measured by predicted times are at most, for such a share of the steps."""
+        quantiles = self.ratio_quantiles(bucket)
+        return quantiles[min(int(share * len(quantiles)), len(quantiles) - 1)]
+
     def as_json(self) -> dict[str, Any]:
         """Returns all of it; `from_json` gives the same predictions."""
         self._refresh()

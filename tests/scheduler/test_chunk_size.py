@@ -10,17 +10,18 @@ from tests.scheduler.loop import Loop
 SIZES = (4, 8, 16, 32)
 
 
-def build(target_itl_s: float | None) -> Loop:
-    """A step takes 10 ms, and 10 ms more for each prompt token it has room for."""
+def build(target_itl_s: float | None, *, slow: float = 1.0) -> Loop:
+    """A step takes 10 ms, and 10 ms more for each prompt token it has room for; one of five is so
+    many times slower."""
     loop = Loop(
         rows=4, chunk_tokens=32, chunk_tile=4, step_tokens=None, num_pages=80, max_len=100,
         target_itl_s=target_itl_s,
     )  # fmt: skip
     for chunk_tokens in (0, *SIZES):
         bucket = Bucket(decode_seqs=4, verify_tokens=1, chunk_tokens=chunk_tokens)
-        for kv in range(20):
-            times = loop.scheduler.step_times
-            times.observe(bucket, StepWork(kv, kv), 0.01 + 0.01 * chunk_tokens)
+        for kv in range(200):
+            seconds = (0.01 + 0.01 * chunk_tokens) * (slow if kv % 5 == 0 else 1.0)
+            loop.scheduler.step_times.observe(bucket, StepWork(kv, kv), seconds)
     return loop
 
 
@@ -46,6 +47,21 @@ def test_a_prompt_beside_decoding_rows_is_cut_to_the_target(
     assert max(sizes) == largest
     is_limited = loop.metrics.value("limited_chunk_steps_total") > 0
     assert is_limited is (largest < 32)
+    loop.drain(200)
+
+
+@pytest.mark.parametrize(("slow", "largest"), [(1.0, 16), (1.1, 16), (1.6, 8), (3.0, 4)])
+def test_slow_steps_are_to_keep_to_the_target_too(slow: float, largest: int) -> None:
+    loop = build(0.2, slow=slow)
+    loop.add(3, 30)
+    loop.step()
+    loop.step()
+    long = loop.add(64, 2)
+    for _ in range(6):
+        loop.step()
+    chunks = [chunk for plan in loop.plans for chunk in plan.chunks]
+    sizes = [c.num_tokens for c in chunks if c.sequence_id == long.sequences[0].id]
+    assert max(sizes) == largest
     loop.drain(200)
 
 
