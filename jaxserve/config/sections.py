@@ -289,7 +289,8 @@ class BucketsSection(Section):
         (2, 4, 8, 16, 32), description="One-token rows; max_seqs is always added."
     )
     chunk_tokens: Sizes = pydantic.Field(
-        (16, 32, 64, 128, 256), description="Prompt tokens of a step; the largest is the chunk size."
+        (16, 32, 64, 128, 256),
+        description="Prompt tokens of a step; the largest is the chunk size.",
     )
     chunk_decode_seqs: Sizes = pydantic.Field(
         (8,), description="Decode sizes that chunks are combined with; max_seqs is always added."

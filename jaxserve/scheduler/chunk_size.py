@@ -6,7 +6,6 @@ from jaxserve.plan import StepLimits
 from jaxserve.scheduler.running_set import RunningSet, is_ending
 from jaxserve.scheduler.step_time import StepTimes, StepWork
 
-
 SHARE_WITHIN: Final = 0.9  # of steps: a request is judged by its slow ones
 
 
