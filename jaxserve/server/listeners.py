@@ -64,7 +64,9 @@ def build_options(limits: LimitsSection, *, num_calls: int) -> list[tuple[str, i
         ("grpc.so_reuseport", 0),  # or a second server on the port would take half the calls
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_send_message_length", limits.max_message_bytes),
-        ("grpc.max_concurrent_streams", num_calls),
+        # twice: grpc counts a stream for a moment after its end, and gives who is refused for that
+        # no reason; beyond `maximum_concurrent_rpcs` a call is told RESOURCE_EXHAUSTED
+        ("grpc.max_concurrent_streams", 2 * num_calls),
         ("grpc.max_allowed_incoming_connections", limits.max_connections),
         ("grpc.server_handshake_timeout_ms", 10_000),  # who only connects is soon gone
         # a long prefill sends nothing: let clients ping meanwhile, and find dead ones
