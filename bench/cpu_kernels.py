@@ -25,12 +25,12 @@ from jax import numpy as jnp
 from jaxserve.config import default_cache_dir
 from jaxserve.kernels.choice import Kernels
 from jaxserve.kernels.dot import project
-from jaxserve.kernels.native import load_native
 from jaxserve.kernels.paged_attention import paged_attention
 from jaxserve.model.batch import TokenBatch
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import Params, init_params
 from jaxserve.model.transformer import forward, logits
+from jaxserve.runner.native_build import load_native
 
 CONFIG: Final = ModelConfig(
     architecture="llama",

@@ -18,12 +18,12 @@ import time
 from collections.abc import Sequence
 from typing import Final, Literal
 
+from bench.replays import DEFAULT_MODEL
 from jaxserve.config import Config, load_config
 from jaxserve.engine import Delta, Engine, Started
 from jaxserve.engine.start import load_engine
 from jaxserve.request import GenerationRequest, SamplingParams
 
-DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 MIB: Final = 1 << 20
 VOCAB: Final = 40_000  # ordinary tokens
 MAX_TOKENS: Final = 2

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import copy
 import dataclasses
-import datetime
 import functools
 import itertools
 import math
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
+from jaxserve.cli.bench.run import now
 from jaxserve.config import Config, load_config
 from jaxserve.engine import Engine
 from jaxserve.engine.collector import relax_collector
@@ -56,9 +56,6 @@ class Machine(Protocol):
         folder: Path | None = None,
     ) -> JsonObject:
         """Returns the result; `folder` gets it too, and a line a request."""
-
-    def read_times(self) -> ServedTimes:
-        """Returns what is known of steps now."""
 
 
 class LiveMachine:
@@ -111,6 +108,7 @@ class LiveMachine:
         return self._engine
 
     def read_times(self) -> ServedTimes:
+        """Returns what is known of steps now."""
         times = read_engine(self._engine, platform=str(read_devices()[0]["platform"]))
         return dataclasses.replace(times, times=copy.deepcopy(times.times))
 
@@ -151,9 +149,6 @@ class VirtualMachine:
         )
         return _keep(folder, simulator, lambda: simulator.run(date=now()))
 
-    def read_times(self) -> ServedTimes:
-        return self._served
-
 
 def _keep(
     folder: Path | None, replay: Bench | Simulator, run: Callable[[], JsonObject]
@@ -166,10 +161,6 @@ def _keep(
         result = run()
     write_result(result, folder / RESULT_FILE)
     return result
-
-
-def now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def build_load(
@@ -208,13 +199,10 @@ def make_load(
     return build_load(name, arrivals, entries, seed=seed)
 
 
-def build_options(
-    limits: Limits, *, seed: int, max_drain_s: float | None = None, repeats: int = 1
-) -> BenchOptions:
+def build_options(limits: Limits, *, seed: int, max_drain_s: float | None = None) -> BenchOptions:
     return BenchOptions(
         limits=limits,
         seed=seed,
-        repeats=repeats,
         max_drain_s=max_drain_s,
         sampling={"temperature": 0.0},
     )
@@ -314,9 +302,9 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="S", help="(default: a fresh one)")
 
 
-def read_settings(options: argparse.Namespace, **flags: object) -> Config:
-    """Returns the configuration that the options give, over `flags` of this program."""
-    chosen: dict[str, object] = {name.replace("__", "."): value for name, value in flags.items()}
+def read_settings(options: argparse.Namespace) -> Config:
+    """Returns the configuration that the options give."""
+    chosen: dict[str, object] = {}
     for setting in options.set:
         name, _, value = setting.partition("=")
         chosen[name] = value

@@ -93,7 +93,7 @@ def check_program(key: ProgramKey, mesh: jax.sharding.Mesh, pool_bytes: int) -> 
     is_in_place = not has_pool or memory.alias_size_in_bytes >= pool_bytes
     is_small = memory.temp_size_in_bytes < pool_bytes / 2
     # a graph of one kernel gains nothing
-    is_captured = thunks == ["kCommandBuffer"] or len(thunks) == 1
+    is_captured = thunks in (["kCommandBuffer"], ["kKernel"])
     is_good = is_in_place and is_small and is_captured
     print(
         f"  {key.name:22} {'ok   ' if is_good else 'FAULT'} "

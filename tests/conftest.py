@@ -6,11 +6,12 @@ here may touch the user's compilation cache or his configuration.
 
 import atexit
 import importlib.util
+import logging
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 # Before jax is imported anywhere: these are read once. A GPU run says JAX_PLATFORMS=cuda.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -28,6 +29,16 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(autouse=True)
+def _log_levels() -> Iterator[None]:
+    """A test that sets a level of the log must not decide what a later one sees of it."""
+    loggers = [logging.getLogger(name) for name in ("", "jaxserve")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,9 +67,12 @@ def _has_gpu() -> bool:
 
 
 def _has_compiler() -> bool:
-    from jaxserve.kernels.native.build import find_compiler
+    from jaxserve.runner.native_build import NativeUnavailableError, find_compiler
 
-    return find_compiler() is not None
+    try:
+        return find_compiler() is not None
+    except NativeUnavailableError:  # $CXX is no command
+        return False
 
 
 def _has_demo() -> bool:

@@ -8,8 +8,10 @@ from typing import Final
 from jaxserve.cli import exit_codes
 from jaxserve.cli.bench.options import (
     LIMITS_HELP,
+    add_judging_options,
     add_load_options,
-    add_sampling_options,
+    add_output_options,
+    add_rate_scale,
     read_bench_options,
     read_load,
     read_seed,
@@ -74,49 +76,23 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         choices=tuple(TENANTS),
         help="each prompt class is a tenant (default: there are none)",
     )
-    group.add_argument(
-        "--limit",
-        action="append",
-        default=[],
-        metavar="L",
-        help="such as ttft=0.5, itl_p95=0.1, e2e=10 or deadline; may be repeated; see below",
-    )
-    group.add_argument(
-        "--rate-scale",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="2 sends twice as fast, or keeps twice as many in flight (default: 1)",
-    )
-    group.add_argument("--repeats", type=int, default=1, metavar="N", help="(default: 1)")
+    add_judging_options(group)
+    add_rate_scale(group)
     group.add_argument(
         "--seed",
         type=int,
         metavar="S",
         help="of made-up arrivals and of the jitter (default: a fresh one)",
     )
-    group.add_argument(
-        "--timeout",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="of a request, from its intended start (default: %(default)g)",
-    )
-    group.add_argument(
-        "--max-drain",
-        type=float,
-        metavar="S",
-        help="cancel what still runs so long after the last send (default: wait)",
-    )
-    add_sampling_options(parser)
     add_config_options(parser, log_level="warning")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results")
-    parser.add_argument("--overwrite", action="store_true", help="replace results in DIR")
+    add_output_options(parser)
     parser.add_argument(
         "--no-requests", action="store_true", help=f"no {REQUESTS_FILE}, a line a request"
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    parser.set_defaults(run=run, warm_up=0, prime=False, max_send_lag=LAG_BOUND_S, cache_state=None)
+    parser.set_defaults(
+        run=run, warm_up=0, prime=False, max_send_lag=LAG_BOUND_S, cache_state=None,
+        temperature=0.0, top_k=None, top_p=None, min_p=None, lengths="exact",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ from jaxserve.config.load import (
     default_cache_dir,
     find_problems,
     load_config,
+    read_cxx,
     resolve_config,
 )
 from jaxserve.config.sections import (
@@ -67,5 +68,6 @@ __all__ = [
     "find_problems",
     "is_loopback",
     "load_config",
+    "read_cxx",
     "resolve_config",
 ]

@@ -83,6 +83,11 @@ class _Source:
                 return Origin(kind="flag")
 
 
+def read_cxx() -> str:
+    """Returns the C++ compiler that the environment names; "" where it names none."""
+    return os.environ.get("CXX", "").strip()
+
+
 def default_cache_dir() -> Path:
     """Returns jaxserve's folder in the user's cache folder (XDG_CACHE_HOME, else the system's)."""
     home = os.environ.get("XDG_CACHE_HOME")

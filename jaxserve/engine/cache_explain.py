@@ -7,6 +7,7 @@ from jaxserve.config import Config
 from jaxserve.engine.namespaces import Namespaces
 from jaxserve.identity import CacheIdentity, find_difference
 from jaxserve.request import ChatMessage, ChatPrompt
+from jaxserve.scheduler.prefix_cache import count_same
 from jaxserve.scheduler.prefix_reuse import MIN_COPIED_SHARE
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -48,11 +49,7 @@ def explain_sharing(
     """
     first_ids, first_identity = first
     second_ids, second_identity = second
-    num_common = 0
-    for one, other in zip(first_ids, second_ids, strict=False):
-        if one != other:
-            break
-        num_common += 1
+    num_common = count_same(first_ids, second_ids)
     differs_in, values = None, None
     if first_identity is None or second_identity is None:
         num_pages = num_copied = 0

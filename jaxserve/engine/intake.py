@@ -126,7 +126,7 @@ class Intake:
     # the engine thread's side
 
     def wait_for_work(self) -> None:
-        """Blocks while nothing is live."""
+        """Blocks while nothing is live or to be called."""
         with self._changed:
             self._changed.wait_for(lambda: self._live or self._calls or self._is_cut)
 

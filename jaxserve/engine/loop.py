@@ -149,8 +149,8 @@ class EngineLoop:
     def _end_expired(self, now_s: float) -> None:
         for request in self._scheduler.expired(now_s):
             self._finish(request, late_outcome(request, now_s))
-        for request, late_s in self._scheduler.unreachable(now_s):
-            self._finish(request, build_unreachable(request, late_s))
+        for request, miss in self._scheduler.unreachable(now_s):
+            self._finish(request, build_unreachable(miss))
 
     def _start_new(self, plan: StepPlan) -> None:
         for load in plan.row_loads:

@@ -2,7 +2,7 @@
 
 from jaxserve.config import LimitsSection
 from jaxserve.errors import DeadlineUnreachableError, QueueFullError
-from jaxserve.request import Request
+from jaxserve.scheduler.admission import Miss
 
 
 class QueueBounds:
@@ -55,20 +55,23 @@ class QueueBounds:
         self._last_end_s = now_s
 
     def _full(self, what: str) -> QueueFullError:
-        retry_after_s = min(max(self._end_interval_s, 0.1), 60.0)
+        retry_after_s = _bound_retry(self._end_interval_s)
         return QueueFullError(
             f"the queue is full: {what}; try again in {retry_after_s:.1f} s",
             retry_after_s=retry_after_s,
         )
 
 
-def build_unreachable(request: Request, late_s: float) -> DeadlineUnreachableError:
-    """Returns what a request ends with that would miss what is due of it by so many seconds."""
-    retry_after_s = min(max(late_s, 0.1), 60.0)
-    field = "queue_timeout" if request.deadline_s is None else "deadline"
+def _bound_retry(seconds: float) -> float:
+    return min(max(seconds, 0.1), 60.0)
+
+
+def build_unreachable(miss: Miss) -> DeadlineUnreachableError:
+    """Returns what a request ends with that would miss what is due of it."""
+    retry_after_s = _bound_retry(miss.late_s)
     return DeadlineUnreachableError(
-        f"by the times of steps this request would miss its {field} by {late_s:.2f} s; allow more "
-        f"time, or try again in {retry_after_s:.1f} s",
-        field=field,
+        f"by the times of steps this request would miss its {miss.field} by {miss.late_s:.2f} s; "
+        f"allow more time, or try again in {retry_after_s:.1f} s",
+        field=miss.field,
         retry_after_s=retry_after_s,
     )

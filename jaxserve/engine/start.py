@@ -18,6 +18,7 @@ from jaxserve.engine.served_model import ServedModel
 from jaxserve.mechanisms import active_mechanisms, check_mechanisms
 from jaxserve.metrics import Metrics
 from jaxserve.request import GenerationRequest
+from jaxserve.scheduler.step_time import StepTimes, kv_cost_of
 
 if TYPE_CHECKING:  # these bring jax, which `import jaxserve.engine` must not
     from jaxserve.checkpoint.header import ModelHeader, ModelSource
@@ -97,6 +98,7 @@ def load_engine(
         page_bytes=bytes_of_page(
             header.config, page_size=config.kv.page_size, kv_dtype=runner.spec.kv_dtype
         ),
+        step_times=StepTimes(kv_cost_of(runner.spec.kernels.attention)),
     )
 
 

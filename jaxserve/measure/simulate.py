@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -221,12 +220,5 @@ def _simplify(entry: WorkloadEntry, vocab_size: int) -> WorkloadEntry:
     if not isinstance(recipe, Recipe) or recipe.blocks:
         return entry
     rest, first = divmod(entry.index, vocab_size)
-    prompt = (first, rest % vocab_size, *_zeros(recipe.num_tokens))[: recipe.num_tokens]
+    prompt = (first, rest % vocab_size, *(0,) * recipe.num_tokens)[: recipe.num_tokens]
     return dataclasses.replace(entry, prompt=prompt)
-
-
-_ZEROS: Final = tuple(itertools.repeat(0, 1 << 16))
-
-
-def _zeros(num_tokens: int) -> tuple[int, ...]:
-    return _ZEROS[:num_tokens] if num_tokens <= len(_ZEROS) else (0,) * num_tokens

@@ -21,6 +21,7 @@ from jaxserve.plan import StepPlan, StepResult
 from jaxserve.request import FinishReason, Request
 from jaxserve.scheduler.deadlines import is_ended
 from jaxserve.scheduler.page_pool import PagePool
+from jaxserve.scheduler.policies import check_priority
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.step_time import StepTimes
 
@@ -28,7 +29,7 @@ from jaxserve.scheduler.step_time import StepTimes
 class Simulation:
     """One replay, with the prefix cache where the pool has one.
 
-    It does what `Engine._step` does, in the same order, and its clients do what `Replay` does;
+    It does what `EngineLoop.step` does, in the same order, and its clients do what `Replay` does;
     delivery takes no time, and nobody is late to send.
 
     Attributes:
@@ -59,6 +60,7 @@ class Simulation:
         tenant_of: whose a request is; None has no tenants.
         step_times: what the scheduler knows of steps at the start.
         """
+        self._config = config.scheduler
         self._depth = find_depth(config)
         self._device = device
         self._pool = pool
@@ -130,6 +132,7 @@ class Simulation:
         request = self._maker.make(ask, intended_s)
         live = VirtualRequest(ask=ask, request=request, intended_s=intended_s)
         try:
+            check_priority(self._config, request.priority)
             num_choices = request.sampling.num_choices
             self.scheduler.check_fits(len(request.prompt), request.max_tokens, num_choices)
             self._queue.join(len(request.prompt))
@@ -150,8 +153,8 @@ class Simulation:
         now_s = self._now_s
         for request in self.scheduler.expired(now_s):
             self._end(self._live[request], late_outcome(request, now_s), end_s=now_s)
-        for request, late_s in self.scheduler.unreachable(now_s):
-            error = str(build_unreachable(request, late_s))
+        for request, miss in self.scheduler.unreachable(now_s):
+            error = str(build_unreachable(miss))
             self._record(self._live[request], "refused", end_s=now_s, error=error)
         plan = self.scheduler.schedule(now_s)
         for load in plan.row_loads:
@@ -223,8 +226,8 @@ class Simulation:
     ) -> None:
         live.has_ended = True
         self._leave_queue(live)
-        self._queue.note_end(end_s)
-        self._live.pop(live.request, None)
+        if self._live.pop(live.request, None) is not None:  # what was refused was never in
+            self._queue.note_end(end_s)
         for sequence in live.request.sequences:
             self._by_sequence.pop(sequence.id, None)
         self._on_record(

@@ -8,11 +8,11 @@ from jaxserve.config import Config, default_cache_dir
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.choice import Kernels
 from jaxserve.kernels.dot import find_matmul_problem
-from jaxserve.kernels.native import NativeUnavailableError, load_native
 from jaxserve.kernels.paged_attention import Impl
-from jaxserve.kernels.paged_attention.native import find_problem
+from jaxserve.kernels.paged_attention.native import find_attention_problem
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.params import abstract_params
+from jaxserve.runner.native_build import NativeUnavailableError, load_native
 from jaxserve.runner.spec import DtypeName
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def choose_kernels(
     """
     section = config.runner
     problem = _find_native_problem(platform)
-    attention_problem = problem or find_problem(model.head_dim)
+    attention_problem = problem or find_attention_problem(model.head_dim)
     matmul_problem = problem or _find_matmul_problem(model, dtype)
     attention = section.attention
     matmul = section.matmul
@@ -94,7 +94,7 @@ def _find_matmul_problem(model: ModelConfig, dtype: DtypeName) -> str | None:
         shape = spec.shape
         if name == "o_NHD":
             shape = (math.prod(shape[:2]), shape[2])
-        elif name not in (*PROJECTIONS, "head_VD", "embedding_VD"):
+        elif name not in (*PROJECTIONS, "embedding_VD"):
             continue
         if problem := find_matmul_problem(shape, is_transposed=name.endswith("_VD")):
             return f"{path}: {problem}"

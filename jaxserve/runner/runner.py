@@ -92,7 +92,8 @@ class Runner:
 
         Args:
           params: the parameters, whose dtype then holds; or what loads them while programs compile.
-          cache_dir: root of the persistent compilation cache; None keeps nothing.
+          cache_dir: root of the persistent compilation cache; None keeps nothing but
+            native kernels, which go to the user's cache folder.
           progress: called after each program, on the calling thread.
           reach: compile only what this one request can reach.
 
@@ -100,9 +101,8 @@ class Runner:
           CapacityError: parameters, programs or one full-length sequence do not fit.
           ConfigError: sizes of the configuration that contradict each other or the model.
         """
-        dtype, kv_dtype = choose_dtypes(
-            config, platform=find_platform(), cpu_flags=read_cpu_flags()
-        )
+        platform = find_platform()
+        dtype, kv_dtype = choose_dtypes(config, platform=platform, cpu_flags=read_cpu_flags())
         if not callable(params):
             dtype = params["embedding_VD"].dtype.name
         self._metrics = metrics
@@ -122,11 +122,7 @@ class Runner:
             config,
             dtypes=(dtype, kv_dtype),
             kernels=choose_kernels(
-                model_config,
-                config,
-                dtype=dtype,
-                platform=find_platform(),
-                cache_dir=cache_dir,
+                model_config, config, dtype=dtype, platform=platform, cache_dir=cache_dir
             ),
             programs=self._programs,
             compile_keys=compile_keys,

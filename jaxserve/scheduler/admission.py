@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Sequence as Sequences
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
 from jaxserve.plan import StepLimits, StepPlan
 from jaxserve.request import Request, Sequence
@@ -21,6 +21,13 @@ class Estimate:
 
     first_s: float
     last_s: float
+
+
+class Miss(NamedTuple):
+    """What of a request would be late, by its field, and by how many seconds."""
+
+    field: Literal["deadline", "queue_timeout"]
+    late_s: float
 
 
 class Admission:
@@ -80,24 +87,25 @@ class Admission:
             share = len(sequence.output) / max_tokens
             self._used_share += SMOOTHING * (share - self._used_share)
 
-    def late_by_s(self, request: Request, ahead: Sequences[Sequence], now_s: float) -> float:
-        """Returns by how much a request would miss what is due of it; 0 where it would not, or
-        where it is let in to see whether that is still so.
+    def find_miss(self, request: Request, ahead: Sequences[Sequence], now_s: float) -> Miss | None:
+        """Returns what of a request would be late, and the most where both are; None where nothing
+        would, or where it is let in to see whether that is still so.
 
         Args:
           ahead: who waits and comes before it.
         """
         found = self.estimate(request, ahead, now_s)
         if found is None:
-            return 0.0
-        late_s = 0.0
+            return None
+        misses: list[Miss] = []
         if request.queue_deadline_s is not None:
-            late_s = now_s + found.first_s - request.queue_deadline_s
+            misses.append(Miss("queue_timeout", now_s + found.first_s - request.queue_deadline_s))
         if request.deadline_s is not None:
-            late_s = max(late_s, now_s + found.last_s - request.deadline_s)
-        if late_s <= 0.0 or self._is_probe(request, ahead):
-            return 0.0
-        return late_s
+            misses.append(Miss("deadline", now_s + found.last_s - request.deadline_s))
+        worst = max(misses, key=lambda miss: miss.late_s, default=None)
+        if worst is None or worst.late_s <= 0.0 or self._is_probe(request, ahead):
+            return None
+        return worst
 
     def estimate(
         self, request: Request, ahead: Sequences[Sequence], now_s: float

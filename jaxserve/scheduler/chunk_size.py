@@ -10,7 +10,8 @@ SHARE_WITHIN: Final = 0.9  # of steps: a request is judged by its slow ones
 
 
 class ChunkSize:
-    """The largest with which nine of ten steps, by the step-time model, are within the target.
+    """The largest with which nine of ten steps, by the step-time model, are within the target: of
+    the maximum, its half, and so on.
 
     Never less than a tile, so that prompts go on whatever the target. A size whose program was
     never run counts as the next larger one that was, until it has run itself.

@@ -96,6 +96,8 @@ class FairShares:
         return max(0.0, self._floor - self._credit_tokens / self._weight_of(tenant))
 
     def _meet(self, tenant: str) -> None:
+        if not self._credit_tokens:
+            return  # nobody is kept room
         self._present.pop(tenant, None)
         self._present[tenant] = self._num_given
 

@@ -108,7 +108,7 @@ class Fills:
             if num_retired >= end and not is_in_flight(leader):
                 continue  # it was filled, and is not kept
             request = leader.request
-            if request.prompt[:end] == wanted and request.cache_identity == identity:
+            if request.cache_identity == identity and request.prompt[:end] == wanted:
                 return leader
         return None
 

@@ -152,7 +152,7 @@ class HostTier:
                 self._free.append(host_page)
             else:
                 self._stamp(host_page)
-            self._show_level()
+        self._show_level()
 
     def check(self, roots: Iterable[CachedPage], *, digest: Digest) -> None:
         """Asserts that each host page is in one place, and all in host memory alone is in the tree,

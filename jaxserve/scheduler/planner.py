@@ -147,10 +147,9 @@ class Planner:
         """Returns the prompt tokens that the target leaves; None where there is none."""
         if self.chunk_size is None:
             return None
-        found = self.chunk_size.find(self.running)
-        if found < self._limits.max_chunk_tokens:
-            self._metrics.limited_chunk_steps.inc()
-        return found
+        if not len(self.waiting) and all(s.num_owed <= 1 for s in self.running):
+            return None  # nobody has a prompt to compute
+        return self.chunk_size.find(self.running)
 
     def retire(self, step_id: int) -> None:
         """The step's result is on the host: nothing of it is written any more."""
@@ -256,11 +255,9 @@ class Planner:
                     break
                 self._metrics.joined_running.inc()
         for sequence in sorted(prompts, key=lambda s: (level(s.request.tenant), s.id)):
-            if sequence.state is not SequenceState.RUNNING:
-                step.num_promised -= promised[sequence]
-                continue
             step.num_promised -= promised[sequence]
-            self._pay(sequence, step)
+            if sequence.state is SequenceState.RUNNING:
+                self._pay(sequence, step)
 
     def _take_pages(
         self, sequence: Sequence, num_tokens: int, step: StepBuilder
@@ -302,6 +299,8 @@ class Planner:
         metrics.offered_rows.inc(self._starts.batch_rows if self._is_static else step.num_chunks)
         if step.is_mixed:
             metrics.mixed_steps.inc()
+        if step.is_limited:
+            metrics.limited_chunk_steps.inc()
         if step.num_chunked_prompts:
             metrics.chunked_prompts.inc(step.num_chunked_prompts)
         if step.num_recomputed:

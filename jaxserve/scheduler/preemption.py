@@ -87,8 +87,6 @@ class Preemption:
             return None
         if self._shares is None and self._order(self._running[-1]) < self._order(first):
             return None
-        if not self._lacks_room(first, ()):
-            return None
         running = [s for s in self._running if s.last_step != step_id and not is_ending(s)]
         preempted: list[Sequence] = []
         while self._lacks_room(first, preempted):
@@ -99,7 +97,7 @@ class Preemption:
             preempted.append(victim)
         for victim in preempted:
             self.preempt(victim)
-        return first
+        return first if preempted else None
 
     def _lacks_room(self, first: Sequence, preempted: Collection[Sequence]) -> bool:
         """Whether one that waits could not start even without those, once all in flight retired."""

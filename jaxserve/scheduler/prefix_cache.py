@@ -111,7 +111,7 @@ class PrefixCache:
         index = bisect.bisect_left(parent.tokens_of_children, token_ids)
         best: tuple[CachedPage, int] | None = None
         for child in parent.children[max(0, index - 1) : index + 1]:
-            num_same = _num_same(child.token_ids, token_ids)
+            num_same = count_same(child.token_ids, token_ids)
             if num_same > (best[1] if best else 0):
                 best = child, num_same
         return best
@@ -333,7 +333,7 @@ def _is_current(leaf: _Leaf) -> bool:
     return node.stamp == stamp and not node.children
 
 
-def _num_same(first: Sequence[int], second: Sequence[int]) -> int:
+def count_same(first: Sequence[int], second: Sequence[int]) -> int:
     """Returns how many tokens two begin with together."""
     for index, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:

@@ -9,7 +9,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.metrics import Metrics
 from jaxserve.plan import StepLimits, StepPlan, StepResult
 from jaxserve.request import Request, Sequence, SequenceState
-from jaxserve.scheduler.admission import Admission
+from jaxserve.scheduler.admission import Admission, Miss
 from jaxserve.scheduler.deadlines import Deadlines, is_ended
 from jaxserve.scheduler.live_set import LiveSet
 from jaxserve.scheduler.page_pool import PagePool
@@ -162,28 +162,28 @@ class Scheduler:
         """
         return self._deadlines.pop_expired(now_s)
 
-    def unreachable(self, now_s: float) -> list[tuple[Request, float]]:
-        """Returns, once, the requests that cannot meet what is due of them, and by how many seconds
-        they would miss it; the engine finishes each of them before `schedule`. With policy edf each
+    def unreachable(self, now_s: float) -> list[tuple[Request, Miss]]:
+        """Returns, once, the requests that cannot meet what is due of them, and what they would
+        miss; the engine finishes each of them before `schedule`. With policy edf each
         new one is looked at, and who is to start next, while no token of it was computed.
         """
         if self._admission is None:
             return []
-        found: list[tuple[Request, float]] = []
+        found: list[tuple[Request, Miss]] = []
         new, self._new = self._new, []
         for request in new:
             first = request.sequences[0]
             if first.state is not SequenceState.WAITING:
                 continue
             ahead = self._waiting.find_before(first)
-            if late_s := self._admission.late_by_s(request, ahead, now_s):
-                found.append((request, late_s))
+            if miss := self._admission.find_miss(request, ahead, now_s):
+                found.append((request, miss))
                 self.finish(request)
         while (next_up := self._waiting.find_first()) and not next_up.last_step:
-            late_s = self._admission.late_by_s(next_up.request, (), now_s)
-            if not late_s:
+            miss = self._admission.find_miss(next_up.request, (), now_s)
+            if miss is None:
                 break
-            found.append((next_up.request, late_s))
+            found.append((next_up.request, miss))
             self.finish(next_up.request)
         return found
 

@@ -59,6 +59,7 @@ class StepBuilder:
         self._rows_left = limits.max_rows
         self._chunks_left = max_chunks
         self._chunk_tokens_left = max_chunk_tokens or limits.max_chunk_tokens
+        self._is_cut = self._chunk_tokens_left < limits.max_chunk_tokens
         self._singles: list[Chunk] = []
         self._longer: list[Chunk] = []
         self._row_loads: list[RowLoad] = []
@@ -73,6 +74,11 @@ class StepBuilder:
     @property
     def num_chunks(self) -> int:
         return len(self._singles) + len(self._longer)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether its prompts took all of a `max_chunk_tokens` below the limit."""
+        return self._is_cut and bool(self._longer) and self._chunk_tokens_left < self._tile
 
     @property
     def is_mixed(self) -> bool:

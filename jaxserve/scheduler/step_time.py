@@ -11,7 +11,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.plan import Bucket, StepPlan
 
 # What attention's time grows with: the longest sequence of a step where it loops over padded rows
-# (xla), the tokens of all of them where each row is its own length (Pallas).
+# (xla), the tokens of all of them where each row is its own length (native, triton).
 KvCost = Literal["longest", "all"]
 
 FORMAT: Final = 1
@@ -25,6 +25,11 @@ NUM_RATIOS: Final = 256  # last steps of a program whose deviation is remembered
 NUM_QUANTILES: Final = 33
 MAX_NUMBER: Final = 1e18
 REFRESH: Final = 16  # steps after which the common slope is worked out again
+
+
+def kv_cost_of(attention: str) -> KvCost:
+    """Returns what the time of an attention implementation grows with."""
+    return "all" if attention in ("native", "triton") else "longest"
 
 
 class StepWork(NamedTuple):
@@ -212,7 +217,7 @@ class StepTimes:
         return quantiles[min(int(share * len(quantiles)), len(quantiles) - 1)]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns all of it; `from_json` gives the same predictions."""
+        """Returns what was seen often enough for a fit; `from_json` predicts the same by it."""
         self._refresh()
         return {
             "format": FORMAT,
@@ -310,7 +315,7 @@ def _find_problem(facts: object) -> str | None:
         return "common_slope_s is no number"
     rows = facts.get("programs")
     if not isinstance(rows, list) or not rows:
-        return "it has no programs"
+        return "it has no programs that ran often enough; measure a longer run"
     for place, row in enumerate(rows):
         if not isinstance(row, Mapping):
             return f"program {place} is no object"

@@ -13,8 +13,9 @@ LOOKED_AT: Final = 4  # entries for each sequence that is wanted: some have left
 class WaitingQueue:
     """By the policy's order; with shares the tenant comes first that has had least.
 
-    A sequence's order never changes, so a preempted one finds its old place. Every operation takes
-    at most the logarithm of the length, and `find_first` looks at each tenant that waits besides.
+    A sequence's order never changes, so a preempted one finds its old place. Every operation but
+    `find_before` takes at most the logarithm of the length, and `find_first` looks at each tenant
+    that waits besides.
     """
 
     def __init__(self, order: OrderOf, *, shares: FairShares | None = None) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve.config import default_cache_dir
-from jaxserve.kernels.native import load_native
+from jaxserve.runner.native_build import load_native
 
 
 @pytest.fixture(autouse=True)

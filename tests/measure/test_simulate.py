@@ -137,6 +137,14 @@ def test_a_long_prompt_is_cut_and_a_third_request_waits_for_a_row() -> None:
     assert records[2].phases.queue_s > 0.0
 
 
+def test_what_a_server_of_the_policy_refuses_is_refused() -> None:
+    scheduler = CONFIG.scheduler.model_copy(update={"policy": "fcfs"})
+    config = CONFIG.model_copy(update={"scheduler": scheduler})
+    records, _ = simulate([ask(0, 0.0, 4, 2, priority=1), ask(1, 0.0, 4, 2)], config=config)
+    assert [records[index].outcome for index in (0, 1)] == ["refused", "ok"]
+    assert "scheduler.policy is fcfs" in records[0].error
+
+
 def test_what_can_never_run_and_what_finds_the_queue_full_is_refused() -> None:
     limits = CONFIG.limits.model_copy(update={"max_waiting_requests": 2})
     config = CONFIG.model_copy(update={"limits": limits})

@@ -8,10 +8,10 @@ import pytest
 from jaxserve.config import load_config
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.choice import Kernels
-from jaxserve.kernels.native import NativeUnavailableError
 from jaxserve.model.config import ModelConfig
 from jaxserve.runner import kernel_choice
 from jaxserve.runner.kernel_choice import choose_kernels
+from jaxserve.runner.native_build import NativeUnavailableError
 from jaxserve.runner.spec import DtypeName
 from tests.runner.driver import MODEL as ODD_MODEL
 

@@ -247,8 +247,8 @@ class Loop:
 
     def refuse(self) -> None:
         """Ends what cannot meet its deadline, as the engine does next."""
-        for request, late_s in self.scheduler.unreachable(self.now_s):
-            assert late_s > 0
+        for request, miss in self.scheduler.unreachable(self.now_s):
+            assert miss.late_s > 0
             assert not any(sequence.last_step for sequence in request.sequences)
             self.finish(request, "unreachable")
 

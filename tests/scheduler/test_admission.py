@@ -105,6 +105,16 @@ def test_who_runs_and_who_waits_before_it_count() -> None:
     assert not loop.scheduler.unreachable(0.0)  # each is looked at once
 
 
+def test_what_would_be_missed_most_is_told() -> None:
+    loop = build()
+    loop.add(12, 9, queue_deadline_s=1.5, deadline_s=100.0)
+    loop.add(12, 9, queue_deadline_s=100.0, deadline_s=1.5)
+    loop.scheduler.expired(0.0)
+    missed = loop.scheduler.unreachable(0.0)
+    assert [miss.field for _, miss in missed] == ["queue_timeout", "deadline"]
+    assert all(miss.late_s > 0 for _, miss in missed)
+
+
 def test_the_queue_timeout_is_for_the_first_token() -> None:
     loop = build()
     late = loop.add(12, 9, queue_deadline_s=1.5)

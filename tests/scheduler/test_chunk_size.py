@@ -48,6 +48,8 @@ def test_a_prompt_beside_decoding_rows_is_cut_to_the_target(
     is_limited = loop.metrics.value("limited_chunk_steps_total") > 0
     assert is_limited is (largest < 32)
     loop.drain(200)
+    num_cut = 64 // largest if largest < 32 else 0  # and no step without a prompt
+    assert loop.metrics.value("limited_chunk_steps_total") == num_cut
 
 
 @pytest.mark.parametrize(("slow", "largest"), [(1.0, 16), (1.1, 16), (1.6, 8), (3.0, 4)])

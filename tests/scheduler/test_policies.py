@@ -298,9 +298,8 @@ def test_a_class_counts_among_the_requests_of_one_tenant_alone() -> None:
     for _ in range(2):
         loop.step()
     assert first.sequences[0].num_preemptions == 0
-    loop.add(3, 1, tenant="a", priority=1)
-    for _ in range(20):
-        loop.step()
-        if not loop.live:
-            break
+    low = loop.add(3, 1, tenant="a")
+    high = loop.add(3, 1, tenant="a", priority=1)
     loop.drain(100)
+    order = started(loop)
+    assert order.index(high) < order.index(low)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.plan import Bucket, StepPlan
-from jaxserve.scheduler.step_time import KvCost, StepTimes, StepWork, measure_work
+from jaxserve.scheduler.step_time import KvCost, StepTimes, StepWork, kv_cost_of, measure_work
 from tests.scheduler.loop import Loop
 
 SMALL = Bucket(decode_seqs=2, verify_tokens=1, chunk_tokens=0)
@@ -96,6 +96,14 @@ def test_the_smallest_program_seen_that_fits_is_found() -> None:
     assert times.find_bucket(1, 16) == CHUNK
     assert times.find_bucket(99, 999) == CHUNK  # the largest there is
     assert StepTimes().find_bucket(1, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("attention", "kv_cost"),
+    [("xla", "longest"), ("reference", "longest"), ("native", "all"), ("triton", "all")],
+)
+def test_attention_costs_what_its_implementation_reads(attention: str, kv_cost: str) -> None:
+    assert kv_cost_of(attention) == kv_cost
 
 
 def test_what_is_written_and_read_again_predicts_the_same() -> None:

@@ -60,14 +60,7 @@ def add_replay_options(parser: argparse.ArgumentParser) -> None:
     )
     add_load_options(parser)
     group = parser.add_argument_group("measuring")
-    group.add_argument(
-        "--limit",
-        action="append",
-        default=[],
-        metavar="L",
-        help="such as ttft=0.5, itl_p95=0.1, e2e=10 or deadline; may be repeated; see below",
-    )
-    group.add_argument("--repeats", type=int, default=1, metavar="N", help="(default: 1)")
+    add_judging_options(group)
     group.add_argument(
         "--warm-up",
         type=int,
@@ -85,6 +78,40 @@ def add_replay_options(parser: argparse.ArgumentParser) -> None:
         help="of made-up prompts and arrivals; another gives others (default: a fresh one)",
     )
     group.add_argument(
+        "--max-send-lag",
+        type=float,
+        default=LAG_BOUND_S,
+        metavar="S",
+        help="warn where the p99 of the send lag is above this (default: %(default)g)",
+    )
+    group.add_argument(
+        "--cache-state",
+        choices=("cold", "primed"),
+        help="what the server's caches held at the start, where it cannot be worked out",
+    )
+    _add_sampling(parser)
+    _add_remote(parser)
+    group = parser.add_argument_group("engine in this process")
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        help="of weights and activations; over model.dtype of the configuration",
+    )
+    add_config_options(parser, log_level="warning")
+    add_output_options(parser)
+
+
+def add_judging_options(group: "argparse._ArgumentGroup") -> None:
+    """Adds what requests are held to, and when they are given up."""
+    group.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="L",
+        help="such as ttft=0.5, itl_p95=0.1, e2e=10 or deadline; may be repeated; see below",
+    )
+    group.add_argument("--repeats", type=int, default=1, metavar="N", help="(default: 1)")
+    group.add_argument(
         "--timeout",
         type=float,
         default=TIMEOUT_S,
@@ -97,27 +124,21 @@ def add_replay_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="cancel what still runs so long after the last send (default: wait)",
     )
+
+
+def add_rate_scale(group: argparse._ActionsContainer) -> None:
+    """Adds the factor of the load's rate."""
     group.add_argument(
-        "--max-send-lag",
+        "--rate-scale",
         type=float,
-        default=LAG_BOUND_S,
-        metavar="S",
-        help="warn where the p99 of the send lag is above this (default: %(default)g)",
+        default=1.0,
+        metavar="X",
+        help="2 sends twice as fast, or keeps twice as many in flight (default: 1)",
     )
-    group.add_argument(
-        "--cache-state",
-        choices=("cold", "primed"),
-        help="what the server's caches held at the start, where it cannot be worked out",
-    )
-    add_sampling_options(parser)
-    _add_remote(parser)
-    group = parser.add_argument_group("engine in this process")
-    group.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        help="of weights and activations; over model.dtype of the configuration",
-    )
-    add_config_options(parser, log_level="warning")
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Adds where results go, and whether progress is shown."""
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results")
     parser.add_argument("--overwrite", action="store_true", help="replace results in DIR")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
@@ -139,7 +160,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-tokens", metavar="LENGTHS", help="likewise (default: 64)")
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     """Adds what is asked of every request."""
     group = parser.add_argument_group("sampling; an entry's own goes over it")
     group.add_argument(

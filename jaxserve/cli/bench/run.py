@@ -8,6 +8,7 @@ from typing import Final
 from jaxserve.cli import exit_codes
 from jaxserve.cli.bench.options import (
     LIMITS_HELP,
+    add_rate_scale,
     add_replay_options,
     check_target,
     read_bench_options,
@@ -52,13 +53,7 @@ def add_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         allow_abbrev=False,
     )
     add_replay_options(parser)
-    parser.add_argument(
-        "--rate-scale",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="2 sends twice as fast, or keeps twice as many in flight (default: 1)",
-    )
+    add_rate_scale(parser)
     parser.set_defaults(run=run)
 
 

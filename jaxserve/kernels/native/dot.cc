@@ -43,22 +43,29 @@ constexpr int64_t kPacked = 2;
 
 inline __m512i load_512(const BFloat16* from) { return _mm512_loadu_si512(from); }
 
-// Rows k and k + 1 of 32 columns, as pairs in the order of the columns.
-inline void pair_up(const BFloat16* w, int64_t N, __m512i& low, __m512i& high) {
+// Thirty-two columns' words of 32 bits, as unpacking leaves them: four of a half, then four of the
+// other, in both.
+struct Mixed {
+  __m512i even, odd;
+};
+
+// Rows k and k + 1 of 32 columns, as pairs.
+inline Mixed pair_up(const BFloat16* w, int64_t N) {
   const __m512i first = load_512(w), second = load_512(w + N);
-  const __m512i even = _mm512_unpacklo_epi16(first, second);
-  const __m512i odd = _mm512_unpackhi_epi16(first, second);
+  return {_mm512_unpacklo_epi16(first, second), _mm512_unpackhi_epi16(first, second)};
+}
+
+// Stores the words in the order of their columns.
+inline void store_in_order(void* to, const Mixed& mixed) {
   const __m512i kLow = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
   const __m512i kHigh = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-  low = _mm512_permutex2var_epi64(even, kLow, odd);
-  high = _mm512_permutex2var_epi64(even, kHigh, odd);
+  auto* words = static_cast<uint32_t*>(to);
+  _mm512_storeu_si512(words, _mm512_permutex2var_epi64(mixed.even, kLow, mixed.odd));
+  _mm512_storeu_si512(words + kLanes, _mm512_permutex2var_epi64(mixed.even, kHigh, mixed.odd));
 }
 
 inline void pack_pairs(const BFloat16* w_KN, int64_t N, Packed* to) {
-  __m512i low, high;
-  pair_up(w_KN, N, low, high);
-  _mm512_store_si512(to, low);
-  _mm512_store_si512(to + kLanes, high);
+  store_in_order(to, pair_up(w_KN, N));
 }
 
 inline void pack_transposed(const BFloat16* w_NK, int64_t K, Packed* to) {
@@ -89,26 +96,19 @@ void multiply_directly(const BFloat16* x_MK, int64_t K, const BFloat16* w_KN, in
     for (int panel = 0; panel < panels; ++panel) {
       __builtin_prefetch(w + 16 * N + panel * kPanel);
       __builtin_prefetch(w + 17 * N + panel * kPanel);
-      __m512i low, high;
-      const __m512i first = load_512(w + panel * kPanel), second = load_512(w + N + panel * kPanel);
-      low = _mm512_unpacklo_epi16(first, second);
-      high = _mm512_unpackhi_epi16(first, second);
+      const Mixed pairs = pair_up(w + panel * kPanel, N);
 #pragma GCC unroll 4
       for (int row = 0; row < rows; ++row) {
         const __m512bh factor = (__m512bh)_mm512_set1_epi32(int32_t(x[(row * K + k) / 2]));
-        sums[row][panel][0] = _mm512_dpbf16_ps(sums[row][panel][0], factor, (__m512bh)low);
-        sums[row][panel][1] = _mm512_dpbf16_ps(sums[row][panel][1], factor, (__m512bh)high);
+        sums[row][panel][0] = _mm512_dpbf16_ps(sums[row][panel][0], factor, (__m512bh)pairs.even);
+        sums[row][panel][1] = _mm512_dpbf16_ps(sums[row][panel][1], factor, (__m512bh)pairs.odd);
       }
     }
   }
-  const __m512i kLow = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
-  const __m512i kHigh = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
   for (int row = 0; row < rows; ++row) {
     for (int panel = 0; panel < panels; ++panel) {
-      const __m512d even = (__m512d)sums[row][panel][0], odd = (__m512d)sums[row][panel][1];
-      float* y = y_MN + row * N + panel * kPanel;
-      _mm512_storeu_pd(y, _mm512_permutex2var_pd(even, kLow, odd));
-      _mm512_storeu_pd(y + kLanes, _mm512_permutex2var_pd(even, kHigh, odd));
+      store_in_order(y_MN + row * N + panel * kPanel,
+                     {(__m512i)sums[row][panel][0], (__m512i)sums[row][panel][1]});
     }
   }
 }

@@ -71,7 +71,13 @@ class Team {
 
   Team() : num_workers_(count_cores() - 1) {
     for (int64_t worker = 0; worker < num_workers_; ++worker) {
-      std::thread([this] { work(); }).detach();
+      // Not std::thread, which would end the process where no more threads may be made.
+      pthread_t thread;
+      if (pthread_create(&thread, nullptr, &Team::begin, this) != 0) {
+        num_workers_ = worker;
+        break;
+      }
+      pthread_detach(thread);
     }
   }
 
@@ -88,6 +94,11 @@ class Team {
     while ((piece = next_.fetch_add(1, std::memory_order_relaxed)) < num_pieces_) {
       do_piece_(piece_of_, piece);
     }
+  }
+
+  static void* begin(void* team) {
+    static_cast<Team*>(team)->work();
+    return nullptr;
   }
 
   void work() {

@@ -37,7 +37,7 @@ def attend(
     return out_XQNH
 
 
-def find_problem(head_dim: int) -> str | None:
+def find_attention_problem(head_dim: int) -> str | None:
     """Returns why a model's attention cannot be computed so."""
     if head_dim % HEAD_MULTIPLE or head_dim > MAX_HEAD_DIM:
         return f"head_dim is {head_dim}, not a multiple of {HEAD_MULTIPLE} up to {MAX_HEAD_DIM}"

@@ -36,10 +36,10 @@ MAX_ABORTS: Final = 1024  # ids of one call: more would hold other calls up
 SECTIONS: Final = frozenset({"core"})  # of the load
 NOT_SUPPORTED: Final = {
     "Embed": "this server writes text, and embeds none",
-    "FlushCache": "there is no prefix cache to flush",
+    "FlushCache": "the prefix cache is emptied by AdminService's FlushPrefixCache",
     "StartProfile": "profiles are taken with jaxserve trace",
     "StopProfile": "profiles are taken with jaxserve trace",
-    "SubscribeKvEvents": "there is no prefix cache whose pages could be told; poll GetLoads",
+    "SubscribeKvEvents": "pages of the prefix cache are not told; poll GetLoads",
 }
 
 

@@ -4,14 +4,16 @@ import importlib.util
 import logging
 import os
 import platform
-import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from jaxserve.kernels.native import NativeUnavailableError, build, load_native
+from jaxserve.runner import native_build as build
+from jaxserve.runner.native_build import NativeUnavailableError, load_native
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +28,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
             raise NativeUnavailableError(f"{path} cannot be loaded")
         registered.append(path)
 
-    monkeypatch.setattr(build, "_loaded", {})
+    monkeypatch.setattr(build, "_loaded", [])
     monkeypatch.setattr(build, "_register", register)
     monkeypatch.setattr(build, "FLAGS", ("-std=c++20", "-fPIC", "-shared", "-w"))
     monkeypatch.delenv("CXX", raising=False)
@@ -69,6 +71,9 @@ def test_without_the_systems_compiler_the_extras_is_taken(monkeypatch: pytest.Mo
 def test_cxx_is_taken_first_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "sh -c")
     assert build.find_compiler() == ("sh", "-c")
+    monkeypatch.setenv("CXX", "'g++")
+    with pytest.raises(NativeUnavailableError, match=r"\$CXX is .* closing quotation; mend it"):
+        load_native(None)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(NativeUnavailableError, match=r"\$CXX is no-such-compiler, which is not"):
         load_native(None)
@@ -103,25 +108,74 @@ def test_a_library_is_built_once_and_again_after_a_change(
     cache = tmp_path / "cache"
     load_native(cache)
     load_native(cache)
-    assert fresh[0] == fresh[1]
-    assert list(cache.iterdir()) == [fresh[0]]
+    assert list(cache.iterdir()) == [fresh[1]]
+    assert fresh[0] != fresh[1]  # where it was built
     (sources / "number.h").write_text("constexpr int kNumber = 2;\n")
     load_native(cache)
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-fno-exceptions"))
     load_native(cache)
-    assert len(set(fresh)) == 3
-    assert set(cache.iterdir()) == set(fresh)
+    kept = set(cache.iterdir())
+    assert len(kept) == 3
+    assert len(fresh) == 4
+    assert kept & set(fresh) == {fresh[1]}
+
+
+def flip(library: bytes) -> bytes:
+    middle = len(library) // 2
+    return library[:middle] + bytes([library[middle] ^ 1]) + library[middle + 1 :]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "damage", [lambda library: b"cut", lambda library: library[:-100], flip, lambda library: b""]
+)
+def test_a_kept_library_that_is_damaged_is_built_again(
+    tmp_path: Path,
+    sources: Path,
+    fresh: list[Path],
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[bytes], bytes],
+) -> None:
+    cache = tmp_path / "cache"
+    load_native(cache)
+    (kept,) = cache.iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(damage(whole))
+    load_native(cache)
+    assert "native kernels are built again" in caplog.text
+    assert kept not in fresh
+    assert len(fresh) == 2
+    load_native(cache)
+    assert fresh[2] == kept
 
 
 @pytest.mark.native
 def test_a_kept_library_that_cannot_be_loaded_is_built_again(
-    tmp_path: Path, sources: Path, fresh: list[Path], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, sources: Path, fresh: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load_native(tmp_path)
-    fresh[0].write_bytes(b"cut")
-    load_native(tmp_path)
-    assert "native kernels are built again" in caplog.text
-    assert fresh[1] == fresh[0]
+    cache = tmp_path / "cache"
+    load_native(cache)
+    (kept,) = cache.iterdir()
+
+    def refuse(path: Path) -> None:
+        if path == kept:
+            raise NativeUnavailableError("the folder is mounted noexec")
+        fresh.append(path)
+
+    monkeypatch.setattr(build, "_register", refuse)
+    load_native(cache)
+    assert len(fresh) == 2
+
+
+@pytest.mark.native
+def test_folders_that_cannot_be_are_told_or_done_without(
+    tmp_path: Path, sources: Path, fresh: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_native(tmp_path / "a\0b")
+    assert len(fresh) == 1
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(NativeUnavailableError, match="no folder to compile in"):
+        load_native(None)
 
 
 @pytest.mark.native
@@ -142,7 +196,7 @@ def test_a_cache_folder_that_cannot_be_written_is_told_and_done_without(
         def refuse(*args: object, **kwargs: object) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(shutil, "copyfile", refuse)
+        monkeypatch.setattr(Path, "replace", refuse)
     load_native(cache)
     assert len(fresh) == 1
     assert "native kernels cannot be kept" in caplog.text
@@ -162,10 +216,10 @@ def test_the_build_is_told_with_its_seconds(
 BUILD = """
 import sys
 from pathlib import Path
-from jaxserve.kernels.native import build
+from jaxserve.runner import native_build as build
 build.HERE, build.SOURCES, build.TARGETS = Path(sys.argv[1]), ("one.cc",), ()
 build.load_native(Path(sys.argv[2]))
-print(list(build._loaded))
+print(len(build._loaded))
 """
 
 
@@ -178,14 +232,18 @@ def test_two_processes_may_build_at_once(tmp_path: Path, sources: Path) -> None:
     ]
     said = {process.communicate()[0] for process in processes}
     assert [process.returncode for process in processes] == [0, 0]
+    assert said == {"1\n"}
     (kept,) = cache.iterdir()
-    assert said == {f"['{kept}']\n"}
+    before = kept.stat().st_mtime_ns
+    after = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert after.stdout == "1\n"  # and who comes after them takes what is kept
+    assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [before]
 
 
 SUITE = """
 import sys
 import pytest
-from jaxserve.kernels.native import build
+from jaxserve.runner import native_build as build
 build.FLAGS = tuple("-march=x86-64-v3" if flag == "-march=native" else flag for flag in build.FLAGS)
 folder = "tests/kernels"
 suite = [f"{folder}/test_native_dot.py", f"{folder}/test_paged_attention.py"]

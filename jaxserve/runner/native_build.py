@@ -1,5 +1,6 @@
-"""From the C++ files beside this one to functions that XLA can call: compiled once, then kept."""
+"""From the C++ files in `kernels/native` to functions that XLA calls: compiled once, then kept."""
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -17,18 +18,21 @@ from typing import Final
 
 import jax
 
+from jaxserve.config import read_cxx
 from jaxserve.errors import JaxserveError
 
 logger = logging.getLogger(__name__)
 
-HERE: Final = Path(__file__).parent
+HERE: Final = Path(__file__).parents[1] / "kernels" / "native"
 SOURCES: Final = ("attention.cc", "dot.cc")
 TARGETS: Final = ("jaxserve_paged_attention", "jaxserve_dot")
 FLAGS: Final = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fno-exceptions", "-w")
 COMPILERS: Final = ("c++", "g++", "clang++")
 TIMEOUT_S: Final = 300.0
 
-_loaded: dict[str, ctypes.CDLL] = {}  # a process registers its functions once
+_DIGEST_BYTES: Final = hashlib.sha256().digest_size
+
+_loaded: list[ctypes.CDLL] = []  # a process registers its functions once
 
 
 class NativeUnavailableError(JaxserveError):
@@ -39,7 +43,8 @@ def load_native(cache_dir: Path | None) -> None:
     """Has XLA know the native kernels; compiles them where this machine has not done so yet.
 
     The library is kept in `cache_dir`, by a digest of the sources, jaxlib's headers, and what the
-    compiler says of itself and of this machine.
+    compiler says of itself and of this machine. It ends with a digest of itself: what is kept is
+    never run unchecked.
 
     Args:
       cache_dir: None compiles each time.
@@ -55,17 +60,15 @@ def load_native(cache_dir: Path | None) -> None:
             "there is no C++ compiler: install one (c++, g++ or clang++ on PATH, or $CXX), or "
             "jaxserve[ffi], which brings one"
         )
-    digest = _digest(compiler)
-    path = None if cache_dir is None else cache_dir / f"native-{digest}.so"
-    if path is not None and path.exists():
-        try:
-            _register(path)
-        except NativeUnavailableError as error:
-            logger.warning("native kernels are built again error=%s", error)
-        else:
-            return
-    with tempfile.TemporaryDirectory(prefix="jaxserve-native-") as folder:
-        built = Path(folder) / "native.so"
+    path = None if cache_dir is None else cache_dir / f"native-{_digest(compiler)}.so"
+    if path is not None and _load_kept(path):
+        return
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="jaxserve-native-")
+    except OSError as error:
+        raise NativeUnavailableError(f"there is no folder to compile in: {error}") from error
+    with folder:
+        built = Path(folder.name) / "native.so"
         began_s = time.monotonic()
         sources = [str(HERE / name) for name in SOURCES]
         _run([*compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", *sources, "-o", str(built)])
@@ -74,14 +77,22 @@ def load_native(cache_dir: Path | None) -> None:
             " ".join(compiler),
             time.monotonic() - began_s,
         )
-        if path is not None:
-            built = _keep(built, path)
         _register(built)
+        if path is not None:
+            _keep(built, path)
 
 
 def find_compiler() -> tuple[str, ...] | None:
-    """Returns the command of a C++ compiler: $CXX, the system's, or the extra's; None without."""
-    if words := shlex.split(os.environ.get("CXX", "")):
+    """Returns the command of a C++ compiler: $CXX, the system's, or the extra's; None without.
+
+    Raises:
+      NativeUnavailableError: $CXX is no command.
+    """
+    if cxx := read_cxx():
+        try:
+            words = shlex.split(cxx)
+        except ValueError as error:
+            raise NativeUnavailableError(f"$CXX is {cxx!r}: {error}; mend it") from error
         if shutil.which(words[0]) is None:
             raise NativeUnavailableError(f"$CXX is {words[0]}, which is not there; mend it")
         return tuple(words)
@@ -119,17 +130,34 @@ def _run(command: Sequence[str]) -> bytes:
     return done.stdout
 
 
-def _keep(built: Path, path: Path) -> Path:
-    """Returns where the library is now: in the cache, or where it was if that cannot be written."""
+def _load_kept(path: Path) -> bool:
+    """Returns whether a library was kept, whole, and is loaded now."""
+    try:
+        kept = path.read_bytes()
+    except (OSError, ValueError):  # ValueError: a NUL in the name
+        return False
+    try:
+        if hashlib.sha256(kept[:-_DIGEST_BYTES]).digest() != kept[-_DIGEST_BYTES:]:
+            raise NativeUnavailableError(f"{path} is damaged")
+        _register(path)
+    except NativeUnavailableError as error:
+        logger.warning("native kernels are built again error=%s", error)
+        return False
+    return True
+
+
+def _keep(built: Path, path: Path) -> None:
+    """Puts a library into the cache, whole or not at all; the last of several processes' stays."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may do the same at the same time: each makes a file, and the last stays.
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix="native-") as folder:
-            shutil.copyfile(built, Path(folder) / path.name).replace(path)
-    except OSError as error:
-        logger.info("native kernels cannot be kept path=%s error=%r", path, error)
-        return built
-    return path
+        library = built.read_bytes()
+        temporary.write_bytes(library + hashlib.sha256(library).digest())
+        temporary.replace(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        logger.warning("native kernels cannot be kept path=%s error=%r", path, error)
+        with contextlib.suppress(OSError, ValueError):
+            temporary.unlink(missing_ok=True)
 
 
 def _register(path: Path) -> None:
@@ -140,4 +168,4 @@ def _register(path: Path) -> None:
         raise NativeUnavailableError(f"{path} cannot be loaded: {error}") from error
     for name, function in zip(TARGETS, functions, strict=True):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
-    _loaded[str(path)] = library
+    _loaded.append(library)
