@@ -1,38 +1,48 @@
 """What this engine's programs cost on the device of this machine; prints a table and one JSON line.
 
-    python scripts/gpu_report.py [--model 135m 8b] [--kv-len 512] [--rows 1 8 32]
+    python -m scripts.gpu_report [--model 8b] [--kv-len 512] [--rows 1 16 64 256]
+    JAX_PLATFORMS=cpu python -m scripts.gpu_report --model tiny --rows 2 4 --kv-len 64 \\
+        --attention-rows 2 --attention-kv-len 64 --attention xla triton_interpret
 
-Weights are random: times depend on shapes alone. Each decode figure stands beside the machine's own
-limit, measured in the same run: the time to read the weights and the batch's K/V once, at the
-speed of a pass over memory. It runs on a CPU too: set JAX_PLATFORMS=cpu.
+Three parts: attention alone, checked against the reference and then timed for rows, lengths and
+splits; whole steps, for each implementation of attention; the same shapes in torch, where an
+interpreter has it (`--torch-python`). Weights are random: times depend on shapes alone. Each decode
+figure stands beside the machine's own limit, measured in the same run: the time to read the weights
+and the batch's K/V once, at the speed of a pass over memory. It runs on a CPU too, to be tried, and
+needs no network.
 """
 
 import argparse
-import dataclasses
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 from jax import numpy as jnp
 
 from jaxserve.config import Config
+from jaxserve.kernels.paged_attention import Impl
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import init_params, num_param_bytes
-from jaxserve.plan import Chunk, RowLoad, StepPlan
 from jaxserve.request import SamplingParams
 from jaxserve.runner.runner import Runner
+from scripts import gpu_attention
+from scripts.gpu_steps import Driver, pages_for
 
 MODELS = {
     "tiny": (131, 48, 3, 8, 2, 16, 112),
     "135m": (49152, 576, 30, 9, 3, 64, 1536),
     "8b": (128256, 4096, 32, 32, 8, 128, 14336),
 }
-NUM_STEPS = 40
-NUM_WARM_UP = 8
+MAX_ERROR = 1.2e-2  # of attention in bfloat16: weights and output are rounded to 8 bits
+SPLITS = (1, 4, 16)
+ROOT = Path(__file__).parents[1]
 
 
 def make_config(name: str) -> ModelConfig:
@@ -65,114 +75,37 @@ def measure_copy_bytes_per_s() -> float:
     return 2 * array.nbytes / statistics.median(times)
 
 
-@dataclasses.dataclass(kw_only=True)
-class StepTimes:
-    """Seconds: from one result to the next, and of the host in `launch`."""
-
-    step_s: float
-    launch_s: float
-
-
-class Driver:
-    """Plans steps for rows that hold `kv_len` tokens."""
-
-    def __init__(self, runner: Runner, *, kv_len: int, page_size: int) -> None:
-        self._runner = runner
-        self._kv_len = kv_len
-        self._pages_per_row = -(-(kv_len + NUM_STEPS + NUM_WARM_UP + 2) // page_size)
-        self._next_step = 1
-
-    def decode(self, num_rows: int, sampling: SamplingParams) -> StepTimes:
-        """Runs steps of one token for each row, the next launched before the last is read."""
-        loads = tuple(
-            RowLoad(
-                sequence_id=row,
-                row=row,
-                pages=tuple(1 + row * self._pages_per_row + i for i in range(self._pages_per_row)),
-                sampling=sampling,
-                seed=row,
-                choice=0,
-                stop_ids=(),
-            )
-            for row in range(num_rows)
-        )
-        in_flight = self._runner.launch(self._plan(0, num_rows, loads))
-        steps, launches = [], []
-        for i in range(1, NUM_STEPS + NUM_WARM_UP):
-            start = time.perf_counter()
-            following = self._runner.launch(self._plan(i, num_rows, ()))
-            launches.append(time.perf_counter() - start)
-            in_flight.result()
-            steps.append(time.perf_counter() - start)
-            in_flight = following
-        in_flight.result()
-        return StepTimes(
-            step_s=statistics.median(steps[NUM_WARM_UP:]),
-            launch_s=statistics.median(launches[NUM_WARM_UP:]),
-        )
-
-    def prefill(self, num_tokens: int) -> float:
-        """Returns the median seconds of a step with one chunk, from launch to result."""
-        times = []
-        for i in range(NUM_WARM_UP + 10):
-            chunk = Chunk(
-                sequence_id=0,
-                row=0,
-                start=0,
-                num_tokens=num_tokens,
-                token_ids=(5,) * num_tokens,
-                samples=True,
-                output_index=0,
-                prompt_len=num_tokens,
-            )
-            start = time.perf_counter()
-            self._runner.launch(StepPlan(step_id=self._take_step(), chunks=(chunk,))).result()
-            if i >= NUM_WARM_UP:
-                times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
-    def _plan(self, index: int, num_rows: int, loads: tuple[RowLoad, ...]) -> StepPlan:
-        chunks = tuple(
-            Chunk(
-                sequence_id=row,
-                row=row,
-                start=self._kv_len + index,
-                num_tokens=1,
-                token_ids=(5,) if loads else None,
-                samples=True,
-                output_index=index,
-                prompt_len=self._kv_len,
-            )
-            for row in range(num_rows)
-        )
-        return StepPlan(step_id=self._take_step(), chunks=chunks, row_loads=loads)
-
-    def _take_step(self) -> int:
-        self._next_step += 1
-        return self._next_step - 1
-
-
 def report(
     name: str,
     *,
+    attention: str,
     dtype: str,
     kv_dtype: str,
     kv_len: int,
     rows: list[int],
     copy_bytes_per_s: float,
 ) -> dict[str, object]:
+    """Prints and returns what steps of a model take with an implementation of attention."""
     model = make_config(name)
     page_size = 16
-    pages_per_row = -(-(kv_len + NUM_STEPS + NUM_WARM_UP + 2) // page_size)
+    pages_per_row = pages_for(kv_len, page_size)
+    most_rows = max(*rows, 2)
     config = Config.model_validate(
         {
             "model": {"dtype": dtype, "max_model_tokens": pages_per_row * page_size},
             "kv": {
                 "page_size": page_size,
                 "dtype": kv_dtype,
-                "num_pages": 1 + max(rows) * pages_per_row,
+                "num_pages": 1 + most_rows * pages_per_row,
             },
-            "scheduler": {"max_seqs": max(max(rows), 2)},
+            "scheduler": {"max_seqs": most_rows},
+            # what is measured, and no more: each is a program to compile
+            "buckets": {
+                "decode_seqs": sorted({*rows, most_rows}),
+                "chunk_tokens": [256],
+                "chunk_decode_seqs": [most_rows],
+            },
+            "runner": {"attention": attention},
         }
     )
     seconds = {}
@@ -201,25 +134,30 @@ def report(
         ):
             times = driver.decode(num_rows, sampling)
             limit_s = (weight_bytes + num_rows * kv_len * token_bytes) / copy_bytes_per_s
-            row = {
-                "rows": num_rows,
-                "sampling": kind,
-                "step_ms": 1e3 * times.step_s,
-                "launch_ms": 1e3 * times.launch_s,
-                "limit_ms": 1e3 * limit_s,
-                "share_of_limit": limit_s / times.step_s,
-            }
-            table.append(row)
+            exposed = max(0.0, 1.0 - times.device_s / times.step_s)
+            table.append(
+                {
+                    "rows": num_rows,
+                    "sampling": kind,
+                    "step_ms": 1e3 * times.step_s,
+                    "launch_ms": 1e3 * times.launch_s,
+                    "device_ms": 1e3 * times.device_s,
+                    "host_exposed": exposed,
+                    "limit_ms": 1e3 * limit_s,
+                    "share_of_limit": limit_s / times.step_s,
+                }
+            )
             print(
-                f"  decode rows={num_rows:<3} {kind:<7} step {row['step_ms']:8.3f} ms, host launch "
-                f"{row['launch_ms']:6.3f} ms, limit {row['limit_ms']:7.3f} ms "
-                f"({100 * limit_s / times.step_s:.0f} %)"
+                f"  decode rows={num_rows:<3} {kind:<7} step {1e3 * times.step_s:8.3f} ms, "
+                f"host launch {1e3 * times.launch_s:6.3f} ms, exposed {100 * exposed:.0f} %, "
+                f"limit {1e3 * limit_s:7.3f} ms ({100 * limit_s / times.step_s:.0f} %)"
             )
     chunk = min(runner.limits.max_chunk_tokens, kv_len)
     prefill_s = driver.prefill(chunk)
     print(f"  chunk of {chunk} tokens: {1e3 * prefill_s:.2f} ms, {chunk / prefill_s:.0f} tokens/s")
     return {
         "model": name,
+        "attention": runner.spec.kernels.attention,
         "dtype": dtype,
         "kv_dtype": runner.spec.kv_dtype,
         "kv_len": kv_len,
@@ -231,37 +169,104 @@ def report(
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["135m"])
+def report_torch(python: str, name: str, *, rows: Sequence[int], kv_len: int) -> object:
+    """Prints and returns what torch takes for the same; says so where there is no torch.
+
+    In a process of its own, which must have ended before this one takes the device's memory.
+    """
+    command = [python, "-m", "scripts.gpu_torch", "--kv-len", str(kv_len), "--shape"]
+    command += [*map(str, MODELS[name]), "--rows", *map(str, rows)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        print(f"  torch: not measured: {reason}")
+        return {"absent": reason}
+    found = json.loads(done.stdout)
+    for row in found["decode"]:
+        print(f"  torch {found['torch']} rows={row['rows']:<3} step {row['step_ms']:8.3f} ms")
+    return found
+
+
+def report_attention(
+    options: argparse.Namespace, impls: list[Impl], copy_bytes_per_s: float
+) -> Iterator[dict[str, object]]:
+    model = make_config(options.model[0])
+    shape = gpu_attention.Shape(
+        heads=(model.num_heads, model.num_kv_heads), head_dim=model.head_dim
+    )
+    print(f"attention of {options.model[0]}: {shape.heads} heads of {shape.head_dim}, bfloat16")
+    yield from gpu_attention.report(
+        impls,
+        shape,
+        rows=options.attention_rows,
+        kv_lens=options.attention_kv_len,
+        splits=SPLITS,
+        copy_bytes_per_s=copy_bytes_per_s,
+        max_error=MAX_ERROR,
+    )
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["8b"],
+                        help="shapes, of the first also attention alone (default: 8b)")  # fmt: skip
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--kv-dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--kv-len", type=int, default=512, help="tokens each row holds")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
-    arguments = parser.parse_args()
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--attention", nargs="+", metavar="IMPL",
+                        help="(default: xla and triton on a GPU, else xla)")  # fmt: skip
+    parser.add_argument("--attention-rows", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--attention-kv-len", type=int, nargs="+", default=[512, 4096, 16384])
+    parser.add_argument("--torch-python", default=sys.executable, metavar="PATH",
+                        help="an interpreter that has torch (default: this one)")  # fmt: skip
+    parser.add_argument("--part", nargs="+", choices=["torch", "attention", "steps"],
+                        default=["torch", "attention", "steps"])  # fmt: skip
+    return parser.parse_args()
 
+
+def main() -> None:
+    options = read_options()
+    in_torch = {}
+    if "torch" in options.part:
+        for name in options.model:
+            print(f"{name} in torch, kv_len={options.kv_len}")
+            in_torch[name] = report_torch(
+                options.torch_python, name, rows=options.rows, kv_len=options.kv_len
+            )
     device = jax.devices()[0]
+    impls = options.attention or (["xla", "triton"] if device.platform == "gpu" else ["xla"])
     copy_bytes_per_s = measure_copy_bytes_per_s()
     print(f"{device.device_kind}, jax {jax.__version__}, copy {copy_bytes_per_s / 1e9:.0f} GB/s")
-    reports = []
-    for name in arguments.model:
-        print(f"{name} {arguments.dtype} kv_len={arguments.kv_len}")
-        reports.append(
-            report(
-                name,
-                dtype=arguments.dtype,
-                kv_dtype=arguments.kv_dtype,
-                kv_len=arguments.kv_len,
-                rows=arguments.rows,
-                copy_bytes_per_s=copy_bytes_per_s,
-            )
-        )
+    alone, steps = [], []
+    if "attention" in options.part:
+        alone = list(report_attention(options, impls, copy_bytes_per_s))
+    if "steps" in options.part:
+        for name in options.model:
+            for impl in impls:
+                print(f"{name} {options.dtype} kv_len={options.kv_len} attention={impl}")
+                steps.append(
+                    report(
+                        name,
+                        attention=impl,
+                        dtype=options.dtype,
+                        kv_dtype=options.kv_dtype,
+                        kv_len=options.kv_len,
+                        rows=options.rows,
+                        copy_bytes_per_s=copy_bytes_per_s,
+                    )
+                )
     facts = {
         "device": device.device_kind,
         "jax": jax.__version__,
         "copy_bytes_per_s": copy_bytes_per_s,
+        "attention": alone,
+        "models": steps,
+        "torch": in_torch,
     }
-    print(json.dumps({**facts, "models": reports}))
+    print(json.dumps(facts))
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def _keep(built: Path, path: Path) -> None:
         temporary.write_bytes(library + hashlib.sha256(library).digest())
         temporary.replace(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        logger.warning("native kernels cannot be kept path=%s error=%r", path, error)
+        logger.info("native kernels cannot be kept path=%s error=%r", path, error)
         with contextlib.suppress(OSError, ValueError):
             temporary.unlink(missing_ok=True)
 

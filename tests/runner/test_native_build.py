@@ -197,6 +197,7 @@ def test_a_cache_folder_that_cannot_be_written_is_told_and_done_without(
             raise PermissionError(13, "Permission denied")
 
         monkeypatch.setattr(Path, "replace", refuse)
+    caplog.set_level(logging.INFO)
     load_native(cache)
     assert len(fresh) == 1
     assert "native kernels cannot be kept" in caplog.text

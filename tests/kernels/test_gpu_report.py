@@ -1,0 +1,46 @@
+"""The report's own check of attention: it passes what is right, and stops at what is wrong."""
+
+import jax
+import pytest
+
+from jaxserve.kernels.paged_attention import Impl
+from scripts import gpu_attention
+from scripts.gpu_attention import Call, Shape
+
+SHAPE = Shape(heads=(4, 2), head_dim=16)
+MAX_ERROR = 1.2e-2
+
+
+@pytest.fixture(autouse=True)
+def few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_attention, "MAX_LAYERS", 2)
+
+
+def report(impls: list[Impl]) -> list[dict[str, object]]:
+    lines = gpu_attention.report(
+        impls, SHAPE, rows=[2], kv_lens=[40], splits=[], copy_bytes_per_s=1e9, max_error=MAX_ERROR
+    )
+    return list(lines)
+
+
+def test_what_is_right_is_timed() -> None:
+    checked, timed = report(["xla"])
+    assert checked["impl"] == timed["impl"] == "xla"
+    assert timed["kv_mib"] == 2 * 2 * 40 * 2 * 16 * 2 / 2**20  # rows, K and V, heads, bfloat16
+
+
+def test_what_is_wrong_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = Call.attend
+
+    def shift(call: Call, kv_C2KRH: jax.Array, impl: Impl, launch: None = None) -> jax.Array:
+        if impl == "xla":  # every row sees one key less
+            call = Call(
+                q_TNH=call.q_TNH, page_table_XP=call.page_table_XP,
+                q_starts_X=call.q_starts_X - 1, q_lens_X=call.q_lens_X,
+                num_single_rows=call.num_single_rows,
+            )  # fmt: skip
+        return attend(call, kv_C2KRH, impl, launch)
+
+    monkeypatch.setattr(Call, "attend", shift)
+    with pytest.raises(SystemExit, match="attention xla is wrong by"):
+        report(["xla"])
