@@ -250,7 +250,8 @@ class Request:
       ends_by_context: max_tokens was cut by the context, so the reason is CONTEXT_LENGTH.
       stop_ids: id to the reason it ends with (EOS or STOP).
       deadline_s: monotonic seconds; None is none.
-      queue_deadline_s: latest admission, monotonic seconds; None is none.
+      queue_deadline_s: latest admission, and with policy edf the latest first token that is
+        foreseen, monotonic seconds; None is none.
       max_tokens: 0 where only the prompt is scored.
       is_masked: its tokens are drawn under a mask (a grammar, bad words, allowed ids).
       tenant: as in `GenerationRequest`.
