@@ -96,7 +96,7 @@ class Setup:
                 return Environment(python=python, env=env)
             case "vllm":
                 python = self._python(engine)
-                return Environment(python=python, env=build_vllm_env(python))
+                return Environment(python=python, env=self._build_vllm_env(python))
             case _:
                 return Environment(python=self._python(engine), env={"HF_HUB_OFFLINE": "1"})
 
@@ -145,6 +145,24 @@ class Setup:
         name = f"venv-{engine}"
         self._make(name, lambda folder: self._make_venv(folder, engine))
         return self.folder / name / "bin" / "python"
+
+    def _build_vllm_env(self, python: Path) -> dict[str, str]:
+        """Returns what vLLM's own guide sets on a CPU, with a thread for every core.
+
+        Left to itself it keeps a core for its scheduler: of two, half.
+        """
+        env = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the largest batch fills a third
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+            "VLLM_CACHE_ROOT": str(self.folder / "vllm-cache"),  # what it compiles at start
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        openmp = python.parent.parent / "lib" / "libiomp5.so"
+        if openmp.exists():
+            env["LD_PRELOAD"] = str(openmp)
+        return env
 
     def _make(self, name: str, make: Callable[[Path], None]) -> None:
         """Calls `make` with an empty folder, unless it has filled that before."""
@@ -214,21 +232,3 @@ class Setup:
         if done.returncode:
             shown = " ".join(map(str, command[:6]))
             raise Absent(f"`{shown} …` failed: {last_line(log)} ({log} says more)")
-
-
-def build_vllm_env(python: Path) -> dict[str, str]:
-    """Returns what vLLM's own guide sets on a CPU, with a thread for every core.
-
-    Left to itself it keeps a core for its scheduler, which then has half of two.
-    """
-    env = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the largest batch fills a third
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    openmp = python.parent.parent / "lib" / "libiomp5.so"
-    if openmp.exists():
-        env["LD_PRELOAD"] = str(openmp)
-    return env
