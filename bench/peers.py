@@ -20,6 +20,7 @@ import dataclasses
 import datetime
 import json
 import os
+import signal
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -36,11 +37,12 @@ from jaxserve.checkpoint.registry import find_model
 from jaxserve.config.load import default_cache_dir
 
 MODEL: Final = "smollm2-135m-instruct"
-LIMITS: Final = ("ttft=1", "itl_p95=0.15")
+LIMITS: Final = ("ttft=1", "itl_p95=0.2")
 
 
 def main() -> int:
     options = read_options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that peers are ended too
     os.sched_setaffinity(0, options.cores)  # what is started from here inherits it
     setup = Setup(
         folder=options.peers_dir.resolve(), base_python=options.python, given=dict(options.venv)
@@ -200,7 +202,7 @@ def read_options() -> argparse.Namespace:
         help="of every engine (default: all)",
     )  # fmt: skip
     parser.add_argument(
-        "--replay-requests", type=int, default=60, metavar="N", help="0 is none (default: 60)"
+        "--replay-requests", type=int, default=40, metavar="N", help="0 is none (default: 40)"
     )
     parser.add_argument("--rate", type=float, default=2.0, help="requests/s (default: 2)")
     parser.add_argument(

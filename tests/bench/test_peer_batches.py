@@ -1,7 +1,9 @@
 """Who is asked in which round, and what becomes of a peer that fails."""
 
 import contextlib
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -69,6 +71,26 @@ def test_a_peer_answers_though_its_library_prints(start_fake: StartFake) -> None
 def test_too_few_tokens_are_no_measurement(start_fake: StartFake) -> None:
     with pytest.raises(Absent, match=r"gave \[2\] tokens where 3"):
         start_fake('{"lacks": 1}').generate([[5]], 3)
+
+
+def test_one_that_stands_still_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    script = f"""
+import os, sys
+from pathlib import Path
+from bench.peer.process import Peer, group_of
+path = Path({str(tmp_path / "log")!r})
+command = [sys.executable, "-c", {ADAPTER!r}, "{{}}"]
+with group_of(command, env={{}}, cwd=Path("."), log=path.open("w"), asked=True) as process:
+    Peer(process, path)
+    print(process.pid, flush=True)
+    os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    stat = Path(f"/proc/{done.stdout.strip()}/stat")
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        time.sleep(0.01)
 
 
 def test_one_that_dies_ends_only_itself(start_fake: StartFake) -> None:

@@ -6,13 +6,16 @@ order {"prompts": [[ids], …], "num_tokens": n}, and each answer {"seconds": s,
 here or in them needs more than the standard library and the engine itself.
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h: what a process gets when its parent ends
 Prompts = Sequence[Sequence[int]]
 # Greedy output ids of all prompts, each exactly so many tokens whatever they are.
 Generate = Callable[[Prompts, int], Sequence[Sequence[int]]]
@@ -27,6 +30,8 @@ def num_threads() -> int:
 
 def serve_orders(start: Start) -> None:
     """Answers orders until stdin ends; the one argument of the command is the options as JSON."""
+    # One that stands still does not see that stdin has ended.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
