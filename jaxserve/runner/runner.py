@@ -87,6 +87,7 @@ class Runner:
         cache_dir: Path | None = None,
         progress: Progress | None = None,
         reach: Reach | None = None,
+        programs: Programs | None = None,
     ) -> None:
         """Sizes the pool, compiles every program, and fills the device.
 
@@ -96,6 +97,7 @@ class Runner:
             native kernels, which go to the user's cache folder.
           progress: called after each program, on the calling thread.
           reach: compile only what this one request can reach.
+          programs: compiles and keeps them; None takes `Programs`.
 
         Raises:
           CapacityError: parameters, programs or one full-length sequence do not fit.
@@ -107,7 +109,7 @@ class Runner:
             dtype = params["embedding_VD"].dtype.name
         self._metrics = metrics
         self._forbid_recompile = config.runner.forbid_recompile
-        self._programs = Programs(metrics)
+        self._programs = programs or Programs(metrics)
 
         def compile_keys(keys: tuple[ProgramKey, ...]) -> None:
             self._programs.compile_all(
