@@ -13,7 +13,6 @@ from jaxserve.config import Config
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.params import Params
-from jaxserve.model.sampling import Variant
 from jaxserve.plan import (
     NO_LAPS,
     Bucket,
@@ -24,7 +23,6 @@ from jaxserve.plan import (
     StepPlan,
     TokenMask,
 )
-from jaxserve.request import SamplingParams
 from jaxserve.runner import state
 from jaxserve.runner.batch import (
     SampledRow,
@@ -36,7 +34,7 @@ from jaxserve.runner.batch import (
     find_plan_bucket,
     find_sampled_rows,
 )
-from jaxserve.runner.buckets import VARIANTS, OutputBucket, Reach
+from jaxserve.runner.buckets import OutputBucket, Reach
 from jaxserve.runner.host_store import HostStore
 from jaxserve.runner.in_flight import LaunchedStep
 from jaxserve.runner.kernel_choice import choose_kernels
@@ -57,6 +55,7 @@ from jaxserve.runner.programs import (
 )
 from jaxserve.runner.prompt_time import time_prompt
 from jaxserve.runner.results import build_layout
+from jaxserve.runner.row_variants import RowVariants
 from jaxserve.runner.sizing import size_runner
 from jaxserve.runner.spec import DtypeName, RunnerSpec
 from jaxserve.runner.swaps import PageReads, Swaps
@@ -152,7 +151,7 @@ class Runner:
                 for output in self._scheme.outputs
                 if output.variant == "full"
             }
-        self._row_sampling = [SamplingParams()] * self._spec.max_seqs
+        self._row_variants = RowVariants(self._spec.max_seqs)
         self._awaiting_masks: int | None = None  # the step whose output is not launched yet
         self._swaps = self._build_swaps(sizes.num_host_pages) if has_host_tier else None
         self._programs.forbid_compiles()
@@ -204,7 +203,7 @@ class Runner:
         """Runs forward, scores and, unless it waits for masks, the output."""
         bucket = find_plan_bucket(plan, self._scheme)
         sampled = find_sampled_rows(plan, bucket, self._spec)
-        output = self._scheme.find_output(len(sampled), self._find_variant(sampled))
+        output = self._scheme.find_output(len(sampled), self._row_variants.find(sampled))
         arrays = (
             build_packed(plan, bucket, self._spec),
             build_output_rows(sampled, output, self._spec),
@@ -303,7 +302,7 @@ class Runner:
         if not loads:
             return
         for load in loads:
-            self._row_sampling[load.row] = load.sampling
+            self._row_variants.load(load)
         for packed_LI in state.build_row_loads(loads, self._spec):
             laps.lap("build")
             self._state = self._run["row_load", None](self._state, jax.device_put(packed_LI))
@@ -330,19 +329,6 @@ class Runner:
         for pages_2W in build_page_copies(copies, self._spec):
             self._kv = self._run["page_copy", None](self._kv, jax.device_put(pages_2W))
         self._metrics.page_copies.inc(len(copies))
-
-    def _find_variant(self, sampled: Sequence[SampledRow]) -> Variant:
-        """Returns the least variant that serves every row to sample."""
-        wanted = {
-            state.find_variant(
-                self._row_sampling[row.row],
-                row.output_index,
-                is_masked=row.is_masked,
-                has_logprobs=row.num_top is not None,
-            )
-            for row in sampled
-        }
-        return max(wanted, key=VARIANTS.index, default="greedy")
 
     def _show_unused(self) -> None:
         """Has the metrics show a zero for what never ran."""
