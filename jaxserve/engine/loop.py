@@ -183,6 +183,7 @@ class EngineLoop:
         note_step(plan, result, self._by_sequence)
         for update in self._scheduler.commit(plan, result, stopped, now_s=now_s):
             self._deliver(update, now_s)
+        self.accounts.flush_tokens()
         self._make_room()
 
     def _name_of(self, sequence_id: int) -> str:
