@@ -44,6 +44,7 @@ from jaxserve.checkpoint.registry import find_model
 from jaxserve.config import Config, load_config
 from jaxserve.engine import Engine, ServedModel, Stream
 from jaxserve.engine.collector import relax_collector
+from jaxserve.engine.switching import quicken_switching
 from jaxserve.gen import generation_pb2
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import ModelConfig
@@ -173,6 +174,7 @@ class Readers:
 def main() -> int:
     options = read_options()
     relax_collector()
+    quicken_switching()
     header = find_model(options.model).load_header()
     print(
         f"a device of {options.device_ms:g} ms a step, {options.tokens} tokens an output",

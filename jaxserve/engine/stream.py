@@ -62,7 +62,8 @@ class Stream:
         max_bytes: unread output that is kept; one put more ends the request.
         decoders: of each choice, run by the reader over tokens that came without text; None where
           all have text.
-        waker: told of a waiting task at each event; flushed by the engine.
+        waker: told of a waiting task at each event; flushed by the engine, to whose turn the
+          reader gives way.
         on_cancel: called at most once, by any thread, and never after the end.
         total: told of all that is put.
         """
@@ -225,6 +226,7 @@ class Stream:
                     while not self._is_ready():
                         self._has_sleeper = True
                         self._changed.wait()
+                self._waker.turn.give_way()
                 yield self._take()
         finally:
             self._leave()
@@ -235,6 +237,7 @@ class Stream:
             while not self._is_over:
                 while (future := self._future()) is not None:
                     await future
+                self._waker.turn.give_way()
                 yield self._take()
         finally:
             self._leave()
