@@ -27,6 +27,7 @@ import asyncio
 import cProfile
 import dataclasses
 import itertools
+import json
 import random
 import sys
 import threading
@@ -61,6 +62,13 @@ MAX_MODEL_TOKENS: Final = 512
 OUTPUT_SHARE: Final = 0.1  # of the device's time: sampling
 WANTED: Final = 0.05
 SHOWN: Final = tuple(phase for phase in HOST_PHASES if phase not in ("idle", "wait"))
+# Its string is as long as the output: the device writes no quotes.
+SCHEMA: Final = {
+    "type": "object",
+    "properties": {"text": {"type": "string"}},
+    "required": ["text"],
+    "additionalProperties": False,
+}
 # What is asked for beside the prompt and the length, by the name of the kind.
 KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "plain": {},
@@ -68,7 +76,7 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "stops": {"stop": {"stop_strings": ["\n\nUser:", "###", "</answer>", "Observation:"]}},
     "logprobs": {"output": {"logprobs": 5}},
     "penalties": {"sampling": {"repetition_penalty": 1.1, "frequency_penalty": 0.2}},
-    "grammar": {"structured_output": {"json_object": True}},
+    "grammar": {"structured_output": {"json_schema": json.dumps(SCHEMA)}},
 }
 
 
@@ -206,7 +214,7 @@ def build_cases(options: argparse.Namespace) -> Iterator[Case]:
 def run_case(case: Case, header: ModelHeader, options: argparse.Namespace) -> Account:
     config = build_config(case)
     metrics = Metrics()
-    text = (__doc__ or "") * 8
+    text = " ".join((__doc__ or "").replace("`", "").split()) * 8
     device = SimulatedDevice(
         forward_s=1e-3 * options.device_ms * (1 - OUTPUT_SHARE),
         output_s=1e-3 * options.device_ms * OUTPUT_SHARE,

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Final, Literal, Protocol, Self
 
 from jaxserve.engine.events import ChoiceFinished, Delta, Event, Finished, Started
 from jaxserve.engine.reader_account import ReaderAccount
@@ -12,6 +12,8 @@ from jaxserve.engine.unread import TOKEN_BYTES, Unread, UnreadTotal, logprobs_by
 from jaxserve.engine.waker import Waker
 from jaxserve.errors import JaxserveError
 from jaxserve.plan import TokenLogprobs
+
+BEHIND_TOKENS: Final = 8  # unread, of a stream whose reader gives way no more
 
 # When a token counts as delivered: its reader has taken it, or has called `acknowledge`.
 Delivery = Literal["taken", "acknowledged"]
@@ -226,7 +228,7 @@ class Stream:
                     while not self._is_ready():
                         self._has_sleeper = True
                         self._changed.wait()
-                self._waker.turn.give_way()
+                self._give_way()
                 yield self._take()
         finally:
             self._leave()
@@ -237,10 +239,15 @@ class Stream:
             while not self._is_over:
                 while (future := self._future()) is not None:
                     await future
-                self._waker.turn.give_way()
+                self._give_way()
                 yield self._take()
         finally:
             self._leave()
+
+    def _give_way(self) -> None:
+        """Lets the engine go first, unless it has gone too far ahead: then it is to be slower."""
+        if sum(len(unread.token_ids) for unread in self._unread) < BEHIND_TOKENS:
+            self._waker.turn.give_way()
 
     def _leave(self) -> None:
         self.cancel()
