@@ -175,6 +175,9 @@ class Flight:
     def launch_output(self, masks: Mapping[int, TokenMask]) -> None:
         raise AssertionError("no row of it is masked")
 
+    def wait(self) -> None:
+        return None
+
     def result(self) -> StepResult:
         return self._result
 

@@ -4,6 +4,7 @@ Both are values: ids, counts and page moves, never a live `Request`.
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Mapping
 from typing import Final, Literal, Protocol
@@ -156,7 +157,7 @@ class PageIn:
     page: int
 
 
-@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """The work of one step; order: swap-out, swap-in, copies, forward.
 
@@ -183,11 +184,11 @@ class StepPlan:
     def has_work(self) -> bool:
         return bool(self.chunks)
 
-    @property
+    @functools.cached_property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
-    @property
+    @functools.cached_property
     def needs_masks(self) -> bool:
         """Whether the output waits for `InFlight.launch_output`."""
         return any(chunk.is_masked and chunk.samples for chunk in self.chunks)
@@ -303,6 +304,10 @@ class InFlight(Protocol):
         Args:
           masks: by sequence id; a masked sequence that is not in it may sample anything.
         """
+        ...
+
+    def wait(self) -> None:
+        """Wait for the device, all of the step being launched."""
         ...
 
     def result(self) -> StepResult:

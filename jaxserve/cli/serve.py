@@ -16,6 +16,7 @@ from jaxserve.cli.trace import tracing
 from jaxserve.config import Config
 from jaxserve.engine import Engine
 from jaxserve.engine.collector import relax_collector
+from jaxserve.engine.switching import quicken_switching
 from jaxserve.metrics import Metrics
 
 EPILOG = """\
@@ -88,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
 
     asked = config = read_config(options).config
     relax_collector()
+    quicken_switching()
     metrics = Metrics()
     with (
         serving_metrics(metrics, config.metrics),

@@ -19,6 +19,8 @@ class Accounts:
     def __init__(self, metrics: Metrics, trace: TraceRing | None) -> None:
         self._metrics = metrics
         self._trace = trace
+        self._gaps: dict[float, int] = {}  # seconds between two tokens → how often, not counted yet
+        self._num_tokens = 0  # likewise
 
     def accept(self, live: LiveRequest) -> None:
         """It is in the queue from now on. The intake calls it, under its lock."""
@@ -34,19 +36,28 @@ class Accounts:
     def add_token(
         self, live: LiveRequest, *, is_first: bool, before_s: float | None, now_s: float
     ) -> None:
-        """A token was put into its stream.
+        """A token was put into its stream. It is counted by `flush_tokens`, many at once.
 
         Args:
           is_first: of the request.
           before_s: when the choice's token before it was; None for its first.
         """
-        metrics = self._metrics
-        metrics.output_tokens.inc()
+        self._num_tokens += 1
         if before_s is not None:
-            metrics.itl_seconds.observe(now_s - before_s)
+            gap_s = now_s - before_s
+            self._gaps[gap_s] = self._gaps.get(gap_s, 0) + 1
         elif is_first:
-            metrics.ttft_seconds.observe(now_s - live.request.arrival_s)
+            self._metrics.ttft_seconds.observe(now_s - live.request.arrival_s)
             self.add_prompt(live, now_s)
+
+    def flush_tokens(self) -> None:
+        """Counts the tokens since the last call."""
+        if not self._num_tokens:
+            return
+        self._metrics.output_tokens.inc(self._num_tokens)
+        for gap_s, count in self._gaps.items():
+            self._metrics.itl_seconds.observe_many(gap_s, count)
+        self._num_tokens, self._gaps = 0, {}
 
     def add_prompt(self, live: LiveRequest, now_s: float) -> None:
         """Its prompt is computed."""
@@ -55,7 +66,8 @@ class Accounts:
         self._metrics.prefill_seconds.observe(now_s - live.scheduled_s)
 
     def finish(self, live: LiveRequest, outcome: Outcome, now_s: float) -> None:
-        """The request has ended, for whatever reason."""
+        """The request has ended, for whatever reason: nobody has heard of it yet."""
+        self.flush_tokens()
         metrics, request, reason = self._metrics, live.request, outcome_label(outcome)
         metrics.requests_finished.labels(reason).inc()
         metrics.e2e_seconds.observe(now_s - request.arrival_s)

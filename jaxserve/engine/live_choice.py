@@ -78,16 +78,14 @@ class LiveChoice:
     has_ended: bool = False
     reason: FinishReason | None = None
 
-    def match(self, token_id: int) -> bool:
+    def match(self, stops: StopText, token_id: int) -> bool:
         """Searches the next token's text; True where a stop string ends the choice with it."""
-        if self.stops is None:
-            return False
         request = self.live.request
         sampling = request.sampling
         if token_id in request.stop_ids and self.num_output >= sampling.min_tokens:
-            self.stops.push_stop_id(token_id, is_text_kept=sampling.include_stop_text)
+            stops.push_stop_id(token_id, is_text_kept=sampling.include_stop_text)
             return False
-        return self.stops.push(token_id, output_index=self.num_output)
+        return stops.push(token_id, output_index=self.num_output)
 
     def text_of(self, finish: FinishReason | None) -> str | None:
         """Returns the last token's text, given how the choice ends with it; None is the reader's
@@ -120,6 +118,8 @@ def find_stopped(result: StepResult, choices: Mapping[int, LiveChoice]) -> set[i
     stopped = set()
     for sequence_id, token_id in result.token_ids.items():
         choice = choices.get(sequence_id)
-        if choice is not None and choice.match(token_id):
+        if choice is None or choice.stops is None:
+            continue
+        if choice.match(choice.stops, token_id):
             stopped.add(sequence_id)
     return stopped

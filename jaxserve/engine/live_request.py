@@ -256,7 +256,10 @@ def note_step(plan: StepPlan, result: StepResult, choices: Mapping[int, LiveChoi
     Args:
       choices: those that have not ended, by sequence id.
     """
-    found = (choices.get(chunk.sequence_id) for chunk in plan.chunks)
+    chunks = plan.chunks
+    if not result.compile_s:  # nothing to note of those behind their prompts
+        chunks = tuple(chunk for chunk in chunks if chunk.start < chunk.prompt_len)
+    found = (choices.get(chunk.sequence_id) for chunk in chunks)
     for live in dict.fromkeys(choice.live for choice in found if choice is not None):
         live.compile_s += result.compile_s
         if live.first_token_s is None:

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Final, Literal, Protocol, Self
 
 from jaxserve.engine.events import ChoiceFinished, Delta, Event, Finished, Started
 from jaxserve.engine.reader_account import ReaderAccount
@@ -12,6 +12,8 @@ from jaxserve.engine.unread import TOKEN_BYTES, Unread, UnreadTotal, logprobs_by
 from jaxserve.engine.waker import Waker
 from jaxserve.errors import JaxserveError
 from jaxserve.plan import TokenLogprobs
+
+BEHIND_TOKENS: Final = 8  # unread, of a stream whose reader gives way no more
 
 # When a token counts as delivered: its reader has taken it, or has called `acknowledge`.
 Delivery = Literal["taken", "acknowledged"]
@@ -62,7 +64,8 @@ class Stream:
         max_bytes: unread output that is kept; one put more ends the request.
         decoders: of each choice, run by the reader over tokens that came without text; None where
           all have text.
-        waker: told of a waiting task at each event; flushed by the engine.
+        waker: told of a waiting task at each event; flushed by the engine, to whose turn the
+          reader gives way.
         on_cancel: called at most once, by any thread, and never after the end.
         total: told of all that is put.
         """
@@ -76,8 +79,9 @@ class Stream:
         self.reader = reader
         self._delivery = delivery
         self._total = total
-        self._changed = threading.Condition()
-        # shared, under _changed
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        # shared, under _lock
         self._started = False
         self._cached_prompt_tokens = 0
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -90,6 +94,7 @@ class Stream:
         self._is_cancelled = False
         self._on_end: Callable[[], None] | None = None
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._has_sleeper = False  # a thread, which waits for _changed
         # the reader's own
         self._has_read_start = False
         self._next: ChoiceFinished | None = None
@@ -111,7 +116,7 @@ class Stream:
           prompt_logprobs: are no output: only the bound on all streams counts them, because nobody
             could have read them any earlier.
         """
-        with self._changed:
+        with self._lock:
             self._started = True
             self._cached_prompt_tokens = cached_prompt_tokens
             self._prompt_logprobs = prompt_logprobs
@@ -139,7 +144,7 @@ class Stream:
         num_bytes = TOKEN_BYTES + (len(text.encode("utf-8", "surrogatepass")) if text else 0)
         if logprobs is not None:
             num_bytes += logprobs_bytes((logprobs,))
-        with self._changed:
+        with self._lock:
             if self._num_bytes + num_bytes > self._max_bytes:
                 return False
             self._num_bytes += num_bytes
@@ -160,7 +165,7 @@ class Stream:
 
     def finish_choice(self, end: ChoiceFinished, *, last_text: str = "") -> None:
         """Adds the end of a choice that is not the last; `last_text` was held back before it."""
-        with self._changed:
+        with self._lock:
             self._started = True  # where it never was: an end before it would be out of order
             self._end_choice(end.index, last_text)
             self._unread[end.index].end = end
@@ -168,7 +173,7 @@ class Stream:
 
     def finish(self, end: Finished | JaxserveError, *, last_text: str = "") -> None:
         """Adds the one terminal event; `last_text` of its choice belongs before it."""
-        with self._changed:
+        with self._lock:
             if not self._is_given_up:
                 assert self._end is None, f"request {self.request_id} ended twice"
                 if isinstance(end, Finished):
@@ -184,7 +189,7 @@ class Stream:
 
         A stream that has not ended must be finished next.
         """
-        with self._changed:
+        with self._lock:
             self._unread = [Unread() for _ in self._decoders]
             self._ready.clear()
             self._prompt_logprobs = ()
@@ -206,7 +211,9 @@ class Stream:
             self._total.note(num_bytes)
 
     def _wake(self) -> None:
-        self._changed.notify_all()
+        if self._has_sleeper:
+            self._has_sleeper = False
+            self._changed.notify_all()
         if self._waiter is not None:
             self._waker.add(self._waiter)
             self._waiter = None
@@ -217,8 +224,11 @@ class Stream:
         """Events in order; a reader that stops early cancels the request."""
         try:
             while not self._is_over:
-                with self._changed:
-                    self._changed.wait_for(self._is_ready)
+                with self._lock:
+                    while not self._is_ready():
+                        self._has_sleeper = True
+                        self._changed.wait()
+                self._give_way()
                 yield self._take()
         finally:
             self._leave()
@@ -229,9 +239,15 @@ class Stream:
             while not self._is_over:
                 while (future := self._future()) is not None:
                     await future
+                self._give_way()
                 yield self._take()
         finally:
             self._leave()
+
+    def _give_way(self) -> None:
+        """Lets the engine go first, unless it has gone too far ahead: then it is to be slower."""
+        if sum(len(unread.token_ids) for unread in self._unread) < BEHIND_TOKENS:
+            self._waker.turn.give_way()
 
     def _leave(self) -> None:
         self.cancel()
@@ -242,7 +258,7 @@ class Stream:
 
         Who waits for many streams learns so which of them ended. It must be quick, and not raise.
         """
-        with self._changed:
+        with self._lock:
             assert self._on_end is None, "a stream has one reader"
             self._on_end = on_end
             has_ended = self._end is not None
@@ -259,7 +275,7 @@ class Stream:
 
     def cancel(self) -> None:
         """Asks the engine to end the request; nothing happens where it has ended."""
-        with self._changed:
+        with self._lock:
             if self._end is not None or self._is_cancelled:
                 return
             self._is_cancelled = True
@@ -283,7 +299,7 @@ class Stream:
 
     def _future(self) -> asyncio.Future[None] | None:
         """What to await before the next `_take`; None where something is there."""
-        with self._changed:
+        with self._lock:
             if self._is_ready():
                 return None
             loop = asyncio.get_running_loop()
@@ -297,7 +313,7 @@ class Stream:
             if self._next is not None:
                 ended, self._next = self._next, None
                 return ended
-            with self._changed:
+            with self._lock:
                 if (started := self._take_start()) is not None:
                     return started
                 index = next(iter(self._ready), None)

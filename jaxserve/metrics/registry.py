@@ -13,6 +13,7 @@ request, on the engine's monotonic clock:
 Every label has a bounded set of values: an enumeration, or the shapes compiled at start-up.
 """
 
+import bisect
 from collections.abc import Sequence
 from typing import Final
 
@@ -51,6 +52,15 @@ HOST_TIER_DROPS: Final = ("budget", "damaged")
 SPAN_DROPS: Final = ("queue_full", "export_failed", "shutdown")
 _STATE_LABELS: Final = ("not_serving", "engine_dead")
 _Family = Counter | Gauge | Histogram | Info
+
+
+class ManyHistogram(Histogram):
+    """One that takes what is the same many times at once."""
+
+    def observe_many(self, amount: float, count: int) -> None:
+        """Does what `count` calls of `observe` do."""
+        self._sum.inc(count * amount)
+        self._buckets[bisect.bisect_left(self._upper_bounds, amount)].inc(count)
 
 
 class Metrics:
@@ -363,9 +373,9 @@ class Metrics:
     def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
         return self._add(Gauge(f"{PREFIX}{name}", help_text, labels, registry=self.registry))
 
-    def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
+    def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> ManyHistogram:
         return self._add(
-            Histogram(f"{PREFIX}{name}", help_text, buckets=buckets, registry=self.registry)
+            ManyHistogram(f"{PREFIX}{name}", help_text, buckets=buckets, registry=self.registry)
         )
 
     def _info(self, name: str, help_text: str) -> Info:

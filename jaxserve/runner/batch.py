@@ -14,6 +14,7 @@ decode bucket 3 and chunk bucket 16 (``B`` is one past the last state row):
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -33,9 +34,10 @@ SCORE_WIDTH = 64  # tokens of one run of the score program
 _ALL_BITS = np.uint32(0xFFFFFFFF)
 
 
-@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+@dataclasses.dataclass(slots=True)
 class SampledRow:
-    """A token that a step samples: a chunk's, or that of a fork of it.
+    """A token that a step samples: a chunk's, or that of a fork of it. Nobody changes it; it is not
+    frozen, and its fields have places, for what `plan.Chunk` says.
 
     Attributes:
       hidden_index: where the hidden state lies that it is sampled from; forks share it.
@@ -83,45 +85,52 @@ def build_packed(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> np.ndarray
     rows_X, starts_X, lens_X, prompt_lens_X, token_ids_T, deltas_3D = _split(packed_I, bucket, spec)
     rows_X[:] = spec.max_seqs
     deltas_3D[0] = spec.max_seqs
-    num_deltas, tile = 0, spec.chunk_tile
-    for chunk, x, t in _lay_out(plan, bucket, tile):
-        num_tiles = -(-chunk.num_tokens // tile) if chunk.num_tokens > 1 else 1
+    singles = [chunk for chunk in plan.chunks if chunk.num_tokens == 1]
+    N, unknown = len(singles), spec.model.padded_vocab_size
+    rows_X[:N] = [chunk.row for chunk in singles]
+    starts_X[:N] = [chunk.start for chunk in singles]
+    lens_X[:N] = 1
+    prompt_lens_X[:N] = [chunk.prompt_len for chunk in singles]
+    token_ids_T[:N] = [unknown if c.token_ids is None else c.token_ids[0] for c in singles]
+    tile = spec.chunk_tile
+    for chunk, x, t in _lay_out_longer(plan, bucket, tile):
+        num_tiles = -(-chunk.num_tokens // tile)
         rows_X[x : x + num_tiles] = chunk.row
         starts_X[x : x + num_tiles] = range(chunk.start, chunk.start + num_tiles * tile, tile)
         prompt_lens_X[x : x + num_tiles] = chunk.prompt_len
         lens_X[x : x + num_tiles] = tile
         lens_X[x + num_tiles - 1] = chunk.num_tokens - (num_tiles - 1) * tile
-        if chunk.token_ids is None:
-            assert chunk.num_tokens == 1, f"only one token can be on the device: {chunk}"
-            token_ids_T[t] = spec.model.padded_vocab_size
-        else:
-            token_ids_T[t : t + chunk.num_tokens] = chunk.token_ids
-        for index, page in enumerate(chunk.new_pages, chunk.num_pages_before):
-            deltas_3D[:, num_deltas] = chunk.row, index, page
-            num_deltas += 1
+        assert chunk.token_ids is not None, f"only one token can be on the device: {chunk}"
+        token_ids_T[t : t + chunk.num_tokens] = chunk.token_ids
+    deltas = [
+        (chunk.row, index, page)
+        for chunk in plan.chunks
+        if chunk.new_pages
+        for index, page in enumerate(chunk.new_pages, chunk.num_pages_before)
+    ]
+    if deltas:
+        deltas_3D[:, : len(deltas)] = np.array(deltas, np.int32).T
     return packed_I
 
 
 def find_sampled_rows(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> list[SampledRow]:
     """Returns what the plan samples, chunk by chunk, each with its forks after it."""
-    for chunk in plan.chunks:
-        assert chunk.samples or not chunk.forks, f"forks of a chunk that samples nothing: {chunk}"
-    return [
-        SampledRow(
-            sequence_id=sequence_id,
-            row=row,
-            hidden_index=t + chunk.num_tokens - 1,
-            output_index=chunk.output_index,
-            num_top=chunk.num_top,
-            is_masked=chunk.is_masked,
+    sampled: list[SampledRow] = []
+    for chunk, t in _lay_out(plan, bucket, spec.chunk_tile):
+        if not chunk.samples:
+            assert not chunk.forks, f"forks of a chunk that samples nothing: {chunk}"
+            continue
+        index, output_index = t + chunk.num_tokens - 1, chunk.output_index
+        num_top, is_masked = chunk.num_top, chunk.is_masked
+        sampled.append(
+            SampledRow(chunk.sequence_id, chunk.row, index, output_index, num_top, is_masked)
         )
-        for chunk, _, t in _lay_out(plan, bucket, spec.chunk_tile)
-        if chunk.samples
-        for sequence_id, row in (
-            (chunk.sequence_id, chunk.row),
-            *((fork.sequence_id, fork.row) for fork in chunk.forks),
-        )
-    ]
+        if chunk.forks:
+            sampled += [
+                SampledRow(fork.sequence_id, fork.row, index, output_index, num_top, is_masked)
+                for fork in chunk.forks
+            ]
+    return sampled
 
 
 def build_output_rows(
@@ -133,8 +142,11 @@ def build_output_rows(
     """
     rows_4R = np.zeros((4, output.rows), np.int32)
     rows_4R[1] = spec.max_seqs
-    for r, row in enumerate(sampled):
-        rows_4R[:, r] = row.hidden_index, row.row, row.output_index, row.num_top is not None
+    N = len(sampled)
+    rows_4R[0, :N] = [row.hidden_index for row in sampled]
+    rows_4R[1, :N] = [row.row for row in sampled]
+    rows_4R[2, :N] = [row.output_index for row in sampled]
+    rows_4R[3, :N] = [row.num_top is not None for row in sampled]
     return rows_4R
 
 
@@ -178,8 +190,10 @@ def build_swap_pages(pages: Sequence[int], spec: RunnerSpec) -> np.ndarray:
 def build_score_rows(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> Iterator[np.ndarray]:
     """Yields the score program's rows, `SCORE_WIDTH` at a time: hidden index and the token whose
     log-probability is wanted. Padding: hidden row 0, token 0."""
+    if all(chunk.scoring is None for chunk in plan.chunks):
+        return
     pairs: list[tuple[int, int]] = []
-    for chunk, _, t in _lay_out(plan, bucket, spec.chunk_tile):
+    for chunk, t in _lay_out(plan, bucket, spec.chunk_tile):
         if chunk.scoring is None:
             continue
         first, num_scored = chunk.scoring.first - chunk.start, len(chunk.scoring.targets)
@@ -243,15 +257,19 @@ def _split[A: (np.ndarray, Array)](
     )
 
 
-def _lay_out(plan: StepPlan, bucket: Bucket, tile: int) -> list[tuple[Chunk, int, int]]:
-    """Returns each chunk with its first attention row and its first token."""
-    placed = []
-    num_single, x = 0, bucket.decode_seqs
+def _lay_out(plan: StepPlan, bucket: Bucket, tile: int) -> Iterator[tuple[Chunk, int]]:
+    """Yields each chunk with its first token's place: one-token chunks, then the longer ones."""
+    singles = (chunk for chunk in plan.chunks if chunk.num_tokens == 1)
+    yield from zip(singles, itertools.count(), strict=False)
+    for chunk, _, t in _lay_out_longer(plan, bucket, tile):
+        yield chunk, t
+
+
+def _lay_out_longer(plan: StepPlan, bucket: Bucket, tile: int) -> Iterator[tuple[Chunk, int, int]]:
+    """Yields each chunk of several tokens with its first attention row and its first token's
+    place."""
+    x = bucket.decode_seqs
     for chunk in plan.chunks:
-        if chunk.num_tokens == 1:
-            placed.append((chunk, num_single, num_single))
-            num_single += 1
-        else:
-            placed.append((chunk, x, bucket.decode_seqs + (x - bucket.decode_seqs) * tile))
+        if chunk.num_tokens > 1:
+            yield chunk, x, bucket.decode_seqs + (x - bucket.decode_seqs) * tile
             x += -(-chunk.num_tokens // tile)
-    return placed

@@ -105,16 +105,15 @@ def read_result(
         else:
             not_finite.add(sequence_id)
     if output_RI is not None:
-        sampled_R3 = output_RI[: len(layout.sampled), :3].tolist()
-        for r, (row, (token_id, is_finite, _)) in enumerate(
-            zip(layout.sampled, sampled_R3, strict=True)
-        ):
-            token_ids[row.sequence_id] = token_id
+        sampled = layout.sampled
+        tokens, are_finite = output_RI[: len(sampled), :2].T.tolist()
+        token_ids = {row.sequence_id: token for row, token in zip(sampled, tokens, strict=True)}
+        for r, (row, is_finite) in enumerate(zip(sampled, are_finite, strict=True)):
             if not is_finite:
                 not_finite.add(row.sequence_id)
             elif row.num_top is not None:
                 num_top = min(row.num_top, layout.vocab_size)
-                logprobs[row.sequence_id] = _read_logprobs(output_RI[r, 3:], token_id, num_top)
+                logprobs[row.sequence_id] = _read_logprobs(output_RI[r, 3:], tokens[r], num_top)
     return StepResult(
         token_ids=token_ids,
         not_finite=frozenset(not_finite),

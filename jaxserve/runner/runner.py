@@ -13,7 +13,6 @@ from jaxserve.config import Config
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.params import Params
-from jaxserve.model.sampling import Variant
 from jaxserve.plan import (
     NO_LAPS,
     Bucket,
@@ -24,7 +23,6 @@ from jaxserve.plan import (
     StepPlan,
     TokenMask,
 )
-from jaxserve.request import SamplingParams
 from jaxserve.runner import state
 from jaxserve.runner.batch import (
     SampledRow,
@@ -36,7 +34,7 @@ from jaxserve.runner.batch import (
     find_plan_bucket,
     find_sampled_rows,
 )
-from jaxserve.runner.buckets import VARIANTS, OutputBucket, Reach
+from jaxserve.runner.buckets import OutputBucket, Reach
 from jaxserve.runner.host_store import HostStore
 from jaxserve.runner.in_flight import LaunchedStep
 from jaxserve.runner.kernel_choice import choose_kernels
@@ -57,6 +55,7 @@ from jaxserve.runner.programs import (
 )
 from jaxserve.runner.prompt_time import time_prompt
 from jaxserve.runner.results import build_layout
+from jaxserve.runner.row_variants import RowVariants
 from jaxserve.runner.sizing import size_runner
 from jaxserve.runner.spec import DtypeName, RunnerSpec
 from jaxserve.runner.swaps import PageReads, Swaps
@@ -87,6 +86,7 @@ class Runner:
         cache_dir: Path | None = None,
         progress: Progress | None = None,
         reach: Reach | None = None,
+        programs: Programs | None = None,
     ) -> None:
         """Sizes the pool, compiles every program, and fills the device.
 
@@ -96,6 +96,7 @@ class Runner:
             native kernels, which go to the user's cache folder.
           progress: called after each program, on the calling thread.
           reach: compile only what this one request can reach.
+          programs: compiles and keeps them; None takes `Programs`.
 
         Raises:
           CapacityError: parameters, programs or one full-length sequence do not fit.
@@ -107,7 +108,7 @@ class Runner:
             dtype = params["embedding_VD"].dtype.name
         self._metrics = metrics
         self._forbid_recompile = config.runner.forbid_recompile
-        self._programs = Programs(metrics)
+        self._programs = programs or Programs(metrics)
 
         def compile_keys(keys: tuple[ProgramKey, ...]) -> None:
             self._programs.compile_all(
@@ -150,7 +151,7 @@ class Runner:
                 for output in self._scheme.outputs
                 if output.variant == "full"
             }
-        self._row_sampling = [SamplingParams()] * self._spec.max_seqs
+        self._row_variants = RowVariants(self._spec.max_seqs)
         self._awaiting_masks: int | None = None  # the step whose output is not launched yet
         self._swaps = self._build_swaps(sizes.num_host_pages) if has_host_tier else None
         self._programs.forbid_compiles()
@@ -202,7 +203,7 @@ class Runner:
         """Runs forward, scores and, unless it waits for masks, the output."""
         bucket = find_plan_bucket(plan, self._scheme)
         sampled = find_sampled_rows(plan, bucket, self._spec)
-        output = self._scheme.find_output(len(sampled), self._find_variant(sampled))
+        output = self._scheme.find_output(len(sampled), self._row_variants.find(sampled))
         arrays = (
             build_packed(plan, bucket, self._spec),
             build_output_rows(sampled, output, self._spec),
@@ -301,7 +302,7 @@ class Runner:
         if not loads:
             return
         for load in loads:
-            self._row_sampling[load.row] = load.sampling
+            self._row_variants.load(load)
         for packed_LI in state.build_row_loads(loads, self._spec):
             laps.lap("build")
             self._state = self._run["row_load", None](self._state, jax.device_put(packed_LI))
@@ -328,19 +329,6 @@ class Runner:
         for pages_2W in build_page_copies(copies, self._spec):
             self._kv = self._run["page_copy", None](self._kv, jax.device_put(pages_2W))
         self._metrics.page_copies.inc(len(copies))
-
-    def _find_variant(self, sampled: Sequence[SampledRow]) -> Variant:
-        """Returns the least variant that serves every row to sample."""
-        wanted = {
-            state.find_variant(
-                self._row_sampling[row.row],
-                row.output_index,
-                is_masked=row.is_masked,
-                has_logprobs=row.num_top is not None,
-            )
-            for row in sampled
-        }
-        return max(wanted, key=VARIANTS.index, default="greedy")
 
     def _show_unused(self) -> None:
         """Has the metrics show a zero for what never ran."""

@@ -100,8 +100,9 @@ class Fills:
         for leader in list(self._leaders.values()):
             num_retired = leader.num_computed  # or a little more than that, while in flight
             is_running = leader.state is SequenceState.RUNNING
+            has_token = bool(leader.output) and not leader.num_preemptions  # all is committed
             if not is_running or (
-                num_retired >= self._last_fill(leader) and not is_in_flight(leader)
+                num_retired >= self._last_fill(leader) and (has_token or not is_in_flight(leader))
             ):
                 del self._leaders[leader.id]
                 continue

@@ -97,7 +97,9 @@ class ChoiceReply:
         entries, self._logprobs = self._logprobs, []
         self._num_tokens = self._num_bytes = 0
         if not entries:
-            for ids in itertools.batched(token_ids, max(max_bytes // TOKEN_BYTES, 1)):
+            most = max(max_bytes // TOKEN_BYTES, 1)  # batched() would make room for as many at once
+            for begin in range(0, len(token_ids), most):
+                ids = token_ids[begin : begin + most]
                 yield generation_pb2.GenerationDelta(index=self._index, token_ids=ids)
             return
         first = 0
@@ -128,6 +130,9 @@ def _pack(
 
 def _join(parts: list[OutputDelta]) -> Iterator[OutputDelta]:
     """Yields the same with neighbours of one kind in one: appending to a message copies it."""
+    if len(parts) < 2:  # as of nearly every message
+        yield from parts
+        return
     for _, group in itertools.groupby(parts, _kind):
         first, *rest = group
         match first:

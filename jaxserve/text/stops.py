@@ -35,6 +35,7 @@ class StopMatcher:
         self._stops = sorted(set(stop_strings), key=lambda stop: (-len(stop), stop))
         self._failures = [_failure_table(stop) for stop in self._stops]
         self._states = [0] * len(self._stops)
+        self._firsts = frozenset(stop[0] for stop in self._stops)
         self._include_stop_text = include_stop_text
         self._held = ""
         self._matched: str | None = None
@@ -43,6 +44,8 @@ class StopMatcher:
         """Take the next piece; returns what is safe to deliver. After a match nothing is."""
         if self._matched is not None:
             return StopOutput("", self._matched)
+        if not self._held and self._firsts.isdisjoint(text):
+            return StopOutput(text)  # as nearly always
         for index, char in enumerate(text):
             complete = self._advance(char)
             if complete is not None:

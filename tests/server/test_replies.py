@@ -1,6 +1,7 @@
 """A stream's events as messages."""
 
 import dataclasses
+import tracemalloc
 
 import pytest
 
@@ -321,6 +322,19 @@ def test_large_deltas_are_cut_and_nothing_is_lost(max_bytes: int, wanted: bool) 
     (choice,) = put_together(messages).choices
     assert choice.text == text
     assert choice.logprobs == build_logprobs(entries, spell)
+
+
+def test_a_small_message_takes_no_room_for_the_largest() -> None:
+    """One token a message is what a stream sends thousands of in a second."""
+    replies = build(generation_pb2.OutputOptions(include_token_ids=True), interval=1)
+    ask(replies, STARTED, delta("a", 1))
+    tracemalloc.start()
+    try:
+        ask(replies, delta("b", 2))
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 16_384
 
 
 def test_gathered_logprobs_are_sent_before_they_grow_too_large() -> None:

@@ -14,6 +14,7 @@ from jaxserve.cli.progress import StartProgress
 from jaxserve.engine import Engine, Tokenizer
 from jaxserve.engine.collector import relax_collector
 from jaxserve.engine.machine import read_devices, read_machine
+from jaxserve.engine.switching import quicken_switching
 from jaxserve.errors import ConfigError
 from jaxserve.measure.bench_options import Served
 from jaxserve.measure.targets import Target
@@ -44,6 +45,7 @@ def _loaded(options: argparse.Namespace) -> Iterator[tuple[Engine, Served]]:
     from jaxserve.engine.start import load_engine
 
     relax_collector()
+    quicken_switching()
     model = options.model or DEFAULT_MODEL
     config = read_config(options).config
     digest = find_model(model).load_header().identity
