@@ -1,12 +1,16 @@
-"""Times a decode step of the demo model's shape by XLA's kernels and by the native ones.
+"""Where a decode step of the demo model's shape goes on a CPU, by XLA's kernels and native ones.
 
-``python -m bench.cpu_kernels [--rows 1 2 8 32] [--kv-lens 192] [--rounds 15]`` prints, for each
-number of rows and length of K/V, the median milliseconds of the whole step and of its parts by
-both, the ratio, and the floor: what the memory takes to give the bytes that must be read, by the
-bandwidth measured just before. The two take turns, so that a busy moment hits both.
+``python -m bench.cpu_kernels [--rows 1 8 32] [--kv-len 192] [--rounds 15]`` prints, for each number
+of sequences and both kinds, the median milliseconds of a step's parts, and beside each its floor:
+the larger of the bytes that must be read over the bandwidth and the operations over the rate, both
+measured just before. The kinds take turns, so that a busy moment hits both.
 
-Weights and K/V are random bfloat16. Parts are timed apart, so that XLA cannot overlap them; the
-rest (norms, rotations, writes of K/V, activations) is what the step takes beyond them.
+weights, attention, head and sampling (greedy) are programs of their own that do nothing else. step
+is the runner's, from its plan to its result, nothing overlapped. rest is what its forward program
+takes beyond weights and attention: norms, rotations, K/V writes, activations; host is what the step
+takes beyond its two programs. A rest below 0 says that parts alone were slower than in the step.
+
+Weights and K/V are random bfloat16.
 """
 
 import argparse
@@ -15,24 +19,35 @@ import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import jax
 import numpy as np
 from jax import numpy as jnp
 
-from jaxserve.config import default_cache_dir
-from jaxserve.kernels.choice import Kernels
-from jaxserve.kernels.dot import project
+from jaxserve.config import Config, default_cache_dir, load_config
+from jaxserve.kernels.dot import MatmulImpl, project
 from jaxserve.kernels.paged_attention import paged_attention
-from jaxserve.model.batch import TokenBatch
+from jaxserve.metrics import Metrics
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
-from jaxserve.model.params import Params, init_params
-from jaxserve.model.transformer import forward, logits
-from jaxserve.runner.native_build import load_native
+from jaxserve.model.packing import pack_params
+from jaxserve.model.params import Params, init_params, num_param_bytes
+from jaxserve.model.sampling import Sampled, sample
+from jaxserve.model.transformer import logits
+from jaxserve.plan import Bucket, Chunk, RowLoad, StepPlan
+from jaxserve.request import SamplingParams
+from jaxserve.runner.batch import build_output_rows, build_packed, find_sampled_rows
+from jaxserve.runner.buckets import OutputBucket
+from jaxserve.runner.kernel_choice import choose_kernels
+from jaxserve.runner.programs import ProgramKey, Programs, head_params
+from jaxserve.runner.runner import Runner
+from jaxserve.runner.sizing import size_runner
+from jaxserve.runner.spec import RunnerSpec
+from jaxserve.runner.state import gather_sampling
 
-CONFIG: Final = ModelConfig(
+MODEL: Final = ModelConfig(
     architecture="llama",
     vocab_size=49152,
     hidden_size=576,
@@ -46,195 +61,359 @@ CONFIG: Final = ModelConfig(
     tied_head=True,
 )
 PAGE: Final = 16
-KINDS: Final = {"xla": Kernels(), "native": Kernels(attention="native", matmul="native")}
+KINDS: Final[tuple[MatmulImpl, ...]] = ("xla", "native")
 READ_BYTES: Final = 2**29  # beyond any cache
+GREEDY: Final = SamplingParams(temperature=0.0)
 
-Pool = tuple[jax.Array, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Step:
-    """A decode step's arguments."""
-
-    params: Params
-    kv: Pool
-    batch: TokenBatch
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.batch.token_ids_T.shape[0])
+Run = Callable[[], object]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 8, 32])
-    parser.add_argument("--kv-lens", type=int, nargs="+", default=[192])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--kv-len", type=int, default=192, help="keys that each row sees")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS))
     options = parser.parse_args()
-    load_native(default_cache_dir())
-    params = init_params(CONFIG, jax.random.key(0), "bfloat16")
-    bytes_per_ms = measure_bandwidth() / 1e3
-    print(f"read bandwidth {bytes_per_ms / 1e6:.1f} GB/s")
-    print("rows  kv_len  part          xla_ms  native_ms  xla/native  floor_ms  native/floor")
+    bytes_per_ms, operations_per_ms = measure_bandwidth() / 1e3, measure_rate() / 1e3
+    print(
+        f"read bandwidth {bytes_per_ms / 1e6:.1f} GB/s, bfloat16 {operations_per_ms / 1e6:.0f} "
+        "GFLOP/s"
+    )
+    print(f"{'rows':>4}  {'part':14}", *(f"{f'{kind} ms':>10}" for kind in options.kinds), end="")
+    print(f" {'floor ms':>10} {'from':>9}", *(f"{f'{kind} /floor':>14}" for kind in options.kinds))
     for num_rows in options.rows:
-        for kv_len in options.kv_lens:
-            step = build_step(params, num_rows, kv_len)
-            floors = {part: size / bytes_per_ms for part, size in count_bytes(step, kv_len).items()}
-            for part, ms in measure(step, options.rounds).items():
-                line = f"{num_rows:4}  {kv_len:6}  {part:10} {ms['xla']:9.2f} {ms['native']:10.2f}"
-                line += f" {ms['xla'] / ms['native']:11.2f}"
-                if floor := floors.get(part):
-                    line += f" {floor:9.2f} {ms['native'] / floor:13.2f}"
-                print(line, flush=True)
+        parts = build_parts(options.kinds, num_rows, kv_len=options.kv_len)
+        costs = count_costs(num_rows, kv_len=options.kv_len)
+        for part, ms in summarize(measure(parts, options.rounds)).items():
+            line = f"{num_rows:4}  {part:14} " + " ".join(f"{value:10.2f}" for value in ms.values())
+            if part in costs:
+                num_bytes, operations = costs[part]
+                floor = max(num_bytes / bytes_per_ms, operations / operations_per_ms)
+                source = "memory" if floor == num_bytes / bytes_per_ms else "operations"
+                line += f" {floor:10.2f} {source:>9}"
+                line += "".join(f" {value / floor:14.2f}" for value in ms.values())
+            print(line, flush=True)
 
 
 def measure_bandwidth() -> float:
     """Returns bytes per second, as all of the process's cores read them together."""
     num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     parts = np.array_split(np.ones(READ_BYTES // 4, np.int32), num_threads)
-    seconds = []
     with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
-        for _ in range(7):
-            began_s = time.perf_counter()
-            list(threads.map(np.max, parts))
-            seconds.append(time.perf_counter() - began_s)
-    return READ_BYTES / min(seconds)
+        return READ_BYTES / min(_seconds_of(lambda: list(threads.map(np.max, parts)), 9))
 
 
-def build_step(params: Params, num_rows: int, kv_len: int) -> Step:
-    """Returns a step whose rows each see `kv_len` keys, the one of this step included."""
-    pages = -(-kv_len // PAGE)
-    table_XP = 1 + np.arange(num_rows * pages, dtype=np.int32).reshape(num_rows, pages)
-    shape = (1 + num_rows * pages, 2, CONFIG.num_kv_heads, PAGE, CONFIG.head_dim)
-    keys = jax.random.split(jax.random.key(1), len(CONFIG.layers))
-    last = np.full(num_rows, kv_len - 1, np.int32)
-    return Step(
-        params=params,
-        kv=tuple(jax.random.normal(key, shape, jnp.bfloat16) for key in keys),
-        batch=TokenBatch(
-            token_ids_T=jnp.arange(num_rows, dtype=jnp.int32),
-            positions_T=jnp.asarray(last),
-            write_pages_T=jnp.asarray(table_XP[:, -1]),
-            write_rows_T=jnp.asarray(last % PAGE),
-            page_table_XP=jnp.asarray(table_XP),
-            q_starts_X=jnp.asarray(last),
-            q_lens_X=jnp.ones(num_rows, jnp.int32),
-            prompt_lens_X=jnp.asarray(last),
+def measure_rate() -> float:
+    """Returns operations per second of XLA's product of two large bfloat16 matrices."""
+    size = 2048
+    matrix = jnp.ones((size, size), jnp.bfloat16)
+    multiply = jax.jit(lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.float32))
+    return 2 * size**3 / min(_seconds_of(lambda: multiply(matrix, matrix).block_until_ready(), 9))
+
+
+def _seconds_of(run: Run, num_runs: int) -> list[float]:
+    seconds = []
+    for _ in range(num_runs):
+        began_s = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began_s)
+    return seconds
+
+
+def count_costs(num_rows: int, *, kv_len: int) -> dict[str, tuple[int, int]]:
+    """Returns the bytes that must be read for each part, and its operations."""
+    head = MODEL.vocab_size * MODEL.hidden_size
+    weights = num_param_bytes(MODEL, "bfloat16") // 2 - head
+    keys = num_rows * kv_len * len(MODEL.layers)
+    costs = {
+        "weights": (2 * weights, 2 * num_rows * weights),
+        "attention": (
+            keys * 2 * MODEL.num_kv_heads * MODEL.head_dim * 2,
+            keys * 4 * MODEL.num_heads * MODEL.head_dim,
         ),
+        "head": (2 * head, 2 * num_rows * head),
+        "sampling": (4 * num_rows * MODEL.vocab_size, 0),
+    }
+    costs["step"] = (sum(b for b, _ in costs.values()), sum(n for _, n in costs.values()))
+    return costs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+    """What a step of the runner is made of.
+
+    Attributes:
+      params: in the form that the kind reads.
+    """
+
+    spec: RunnerSpec
+    params: Params
+    plan: StepPlan
+    bucket: Bucket
+    output: OutputBucket
+    programs: Programs
+
+
+def build_parts(
+    kinds: Sequence[MatmulImpl], num_rows: int, *, kv_len: int
+) -> dict[MatmulImpl, dict[str, Run]]:
+    """Returns a function for each part by each kind, which returns when the part is done."""
+    cache_dir = default_cache_dir()
+    params = init_params(MODEL, jax.random.key(0), "bfloat16")
+    configs = {kind: build_config(kind, num_rows, kv_len=kv_len) for kind in kinds}
+    plans: dict[MatmulImpl, StepPlan] = {}
+    parts: dict[MatmulImpl, dict[str, Run]] = {}
+    for kind, config in configs.items():
+        served = build_served(params, config, num_rows, kv_len=kv_len, cache_dir=cache_dir)
+        plans[kind] = served.plan
+        parts[kind] = {
+            "weights": build_weights(served),
+            "attention": build_attention(served, num_rows, kv_len=kv_len),
+            "forward": build_forward(served),
+            "head": build_head(served),
+            "sampling": build_sampling(served),
+            "output": build_output(served),
+        }
+        for run in parts[kind].values():
+            run()
+    for kind, config in configs.items():  # last: from then on a compile is a fault
+        runner = Runner(params, MODEL, config, metrics=Metrics(), cache_dir=cache_dir)
+        parts[kind]["step"] = build_step(runner, plans[kind], kv_len=kv_len)
+    return parts
+
+
+def build_config(kind: MatmulImpl, num_rows: int, *, kv_len: int) -> Config:
+    num_pages = 1 + num_rows * -(-kv_len // PAGE)
+    return load_config(
+        flags={
+            "runner.attention": kind,
+            "runner.matmul": kind,
+            "model.dtype": "bfloat16",
+            "kv.dtype": "bfloat16",
+            "kv.page_size": PAGE,
+            "kv.num_pages": num_pages,
+            "model.max_model_tokens": kv_len,
+            "scheduler.max_seqs": num_rows,
+            "buckets.decode_seqs": (num_rows,),
+            "buckets.chunk_decode_seqs": (num_rows,),
+            "buckets.chunk_tokens": (PAGE,),
+        }
     )
 
 
-def count_bytes(step: Step, kv_len: int) -> dict[str, int]:
-    """Returns what must be read for each part, if nothing of it is in a cache."""
-    layers = step.params["layers"].values()
-    products = sum(leaf.nbytes for layer in layers for leaf in layer.values())
-    row_bytes = 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 2
-    attention = step.num_rows * kv_len * row_bytes * len(CONFIG.layers)
-    head = step.params["embedding_VD"].nbytes
-    return {
-        "step": products + attention + head,
-        "attention": attention,
-        "products": products,
-        "head": head,
-    }
+def build_served(
+    params: Params, config: Config, num_rows: int, *, kv_len: int, cache_dir: Path
+) -> Served:
+    programs = Programs(Metrics())
+
+    def compile_keys(keys: tuple[ProgramKey, ...]) -> None:
+        programs.compile_all(keys, num_threads=2, cache_dir=cache_dir)
+
+    sizes = size_runner(
+        MODEL,
+        config,
+        dtypes=("bfloat16", "bfloat16"),
+        kernels=choose_kernels(
+            MODEL, config, dtype="bfloat16", platform="cpu", cache_dir=cache_dir
+        ),
+        programs=programs,
+        compile_keys=compile_keys,
+    )
+    spec, scheme = sizes.spec, sizes.scheme
+    bucket, output = scheme.find_bucket(num_rows, 0), scheme.find_output(num_rows, "greedy")
+    compile_keys(
+        (
+            ProgramKey(kind="init", spec=spec),
+            ProgramKey(kind="forward", spec=spec, bucket=bucket),
+            ProgramKey(kind="output", spec=spec, bucket=output),
+        )
+    )
+    params = jax.tree.map(lambda leaf: leaf, params)
+    if spec.kernels.matmul == "native":
+        pack_params(params, MODEL)
+    plan = StepPlan(
+        step_id=0,
+        chunks=tuple(
+            Chunk(
+                sequence_id=row, row=row, start=kv_len - 1, num_tokens=1, token_ids=None,
+                samples=True, output_index=0, prompt_len=kv_len - 1,
+            )
+            for row in range(num_rows)
+        ),
+    )  # fmt: skip
+    return Served(
+        spec=spec, params=params, plan=plan, bucket=bucket, output=output, programs=programs
+    )
 
 
-def measure(step: Step, num_rounds: int) -> dict[str, dict[str, float]]:
-    """Returns the median milliseconds of each part by each kind."""
-    parts: dict[str, Callable[[str], Callable[[], object]]] = {
-        "step": lambda kind: build_whole(step, KINDS[kind]),
-        "attention": lambda kind: build_attention(step, KINDS[kind]),
-        "products": lambda kind: build_products(step, KINDS[kind]),
-        "head": lambda kind: build_head(step, KINDS[kind]),
-    }
-    medians = {}
-    for part, build in parts.items():
-        runs = {kind: build(kind) for kind in KINDS}
-        times: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        for index in range(num_rounds + 2):
-            for kind, run in runs.items():
-                began_s = time.perf_counter()
-                jax.block_until_ready(run())
-                if index >= 2:  # the first ones read what is in no cache yet
-                    times[kind].append(1e3 * (time.perf_counter() - began_s))
-        medians[part] = {kind: statistics.median(some) for kind, some in times.items()}
-    whole = medians["step"]
-    medians["rest"] = {
-        kind: whole[kind] - sum(ms[kind] for part, ms in medians.items() if part != "step")
-        for kind in KINDS
-    }
-    return medians
+def build_weights(served: Served) -> Run:
+    impl, num_rows = served.spec.kernels.matmul, served.bucket.num_tokens
+
+    @jax.jit
+    def multiply(y_TD: jax.Array, params: Params) -> jax.Array:
+        for layer in params["layers"].values():
+            q_TF, k_TF, v_TF = project(
+                y_TD, layer["q_DNH"], layer["k_DKH"], layer["v_DKH"], impl=impl
+            )
+            q_TF += k_TF[:1, :1] + v_TF[:1, :1]  # so that none is left out
+            (y_TD,) = project(q_TF.astype(jnp.bfloat16), layer["o_NHD"], impl=impl)
+            gate_TF, up_TF = project(
+                y_TD.astype(jnp.bfloat16), layer["gate_DF"], layer["up_DF"], impl=impl
+            )
+            hidden_TF = (gate_TF + up_TF).astype(jnp.bfloat16)
+            (y_TD,) = project(hidden_TF, layer["down_FD"], impl=impl)
+            y_TD = y_TD.astype(jnp.bfloat16)
+        return y_TD
+
+    y_TD = jax.random.normal(jax.random.key(3), (num_rows, MODEL.hidden_size), jnp.bfloat16)
+    return lambda: multiply(y_TD, served.params).block_until_ready()
 
 
-def build_whole(step: Step, kernels: Kernels) -> Callable[[], object]:
-    def run_step(params: Params, kv: Pool, batch: TokenBatch) -> tuple[Pool, jax.Array]:
-        kv, hidden_TD = forward(
-            params, kv, batch, config=CONFIG, num_single_rows=step.num_rows, tile=16,
-            kernels=kernels,
-        )  # fmt: skip
-        logits_TV = logits(params, hidden_TD, config=CONFIG, matmul=kernels.matmul)
-        return kv, logits_TV.argmax(-1)
+def build_attention(served: Served, num_rows: int, *, kv_len: int) -> Run:
+    spec = served.spec
+    page_table_XP = np.zeros((served.bucket.decode_seqs, spec.pages_per_seq), np.int32)
+    page_table_XP[:num_rows] = _page_table(num_rows, kv_len)
+    keys = jax.random.split(jax.random.key(1), len(MODEL.layers))
+    kv = [jax.random.normal(key, spec.kv_shape, jnp.bfloat16) for key in keys]
 
-    kv = tuple(jnp.copy(kv_C2KRH) for kv_C2KRH in step.kv)  # donated step by step
-    program = jax.jit(run_step, donate_argnums=1).lower(step.params, kv, step.batch).compile()
+    @jax.jit
+    def attend(q_TNH: jax.Array, kv: list[jax.Array]) -> jax.Array:
+        for kv_C2KRH in kv:  # each layer's queries are the last one's output, as in a step
+            q_TNH = paged_attention(
+                q_TNH,
+                kv_C2KRH,
+                jnp.asarray(page_table_XP),
+                jnp.full(len(page_table_XP), kv_len - 1, jnp.int32),
+                jnp.asarray(np.arange(len(page_table_XP)) < num_rows, jnp.int32),
+                num_single_rows=served.bucket.decode_seqs,
+                tile=spec.chunk_tile,
+                scale=MODEL.scale,
+                impl=spec.kernels.attention,
+            )
+        return q_TNH
 
-    def run() -> object:
-        nonlocal kv
-        kv, token_ids_T = program(step.params, kv, step.batch)
-        return token_ids_T
+    shape = (served.bucket.decode_seqs, MODEL.num_heads, MODEL.head_dim)
+    q_TNH = jax.random.normal(jax.random.key(2), shape, jnp.bfloat16)
+    return lambda: attend(q_TNH, kv).block_until_ready()
+
+
+def _page_table(num_rows: int, kv_len: int) -> np.ndarray:
+    pages = -(-kv_len // PAGE)
+    return 1 + np.arange(num_rows * pages, dtype=np.int32).reshape(num_rows, pages)
+
+
+def build_head(served: Served) -> Run:
+    """The final norm and the logits."""
+
+    @jax.jit
+    def multiply(hidden_TD: jax.Array, head: Params) -> jax.Array:
+        return logits(head, hidden_TD, config=MODEL, matmul=served.spec.kernels.matmul)
+
+    shape = (served.output.rows, MODEL.hidden_size)
+    hidden_TD = jax.random.normal(jax.random.key(4), shape, jnp.float32)
+    head = head_params(served.params)
+    return lambda: multiply(hidden_TD, head).block_until_ready()
+
+
+def build_sampling(served: Served) -> Run:
+    """The greedy choice."""
+    num_rows = served.output.rows
+    _, state, _ = served.programs[ProgramKey(kind="init", spec=served.spec)]()
+
+    @jax.jit
+    def choose(logits_BV: jax.Array) -> Sampled:
+        index_B = jnp.zeros(num_rows, jnp.int32)
+        rows = gather_sampling(state.sampling, index_B, padded_vocab=MODEL.padded_vocab_size)
+        return sample(logits_BV, rows, index_B, vocab_size=MODEL.vocab_size, variant="greedy")
+
+    logits_BV = jax.random.normal(jax.random.key(5), (num_rows, MODEL.padded_vocab_size))
+    return lambda: jax.block_until_ready(choose(logits_BV))
+
+
+def build_forward(served: Served) -> Run:
+    spec, bucket = served.spec, served.bucket
+    run_forward = served.programs[ProgramKey(kind="forward", spec=spec, bucket=bucket)]
+    kv, state, hidden_TD = served.programs[ProgramKey(kind="init", spec=spec)]()
+    page_table_BP = state.page_table_BP.at[: len(served.plan.chunks)].set(
+        _page_table(len(served.plan.chunks), spec.pages_per_seq * PAGE)
+    )
+    packed_I = jax.device_put(build_packed(served.plan, bucket, spec))
+
+    def run() -> None:
+        nonlocal kv, page_table_BP, hidden_TD
+        kv, page_table_BP, hidden_TD, done = run_forward(
+            served.params, kv, page_table_BP, hidden_TD, state.last_token_B, packed_I
+        )
+        done.block_until_ready()
+        hidden_TD.block_until_ready()
 
     return run
 
 
-def build_attention(step: Step, kernels: Kernels) -> Callable[[], object]:
-    @jax.jit
-    def attend(q_TNH: jax.Array, kv: Pool, batch: TokenBatch) -> jax.Array:
-        for kv_C2KRH in kv:  # each layer's queries are the last one's output, as in a step
-            q_TNH = paged_attention(
-                q_TNH, kv_C2KRH, batch.page_table_XP, batch.q_starts_X, batch.q_lens_X,
-                num_single_rows=step.num_rows, tile=16, scale=0.125, impl=kernels.attention,
-            )  # fmt: skip
-        return q_TNH
+def build_output(served: Served) -> Run:
+    spec, output = served.spec, served.output
+    run_output = served.programs[ProgramKey(kind="output", spec=spec, bucket=output)]
+    _, state, hidden_TD = served.programs[ProgramKey(kind="init", spec=spec)]()
+    sampled = find_sampled_rows(served.plan, served.bucket, spec)
+    rows_4R = jax.device_put(build_output_rows(sampled, output, spec))
+    head, last_token_B = head_params(served.params), state.last_token_B
 
-    shape = (step.num_rows, CONFIG.num_heads, CONFIG.head_dim)
-    q_TNH = jax.random.normal(jax.random.key(2), shape, jnp.bfloat16)
-    return lambda: attend(q_TNH, step.kv, step.batch)
+    def run() -> None:
+        nonlocal last_token_B
+        last_token_B, result_RI = run_output(head, hidden_TD, last_token_B, state.sampling, rows_4R)
+        result_RI.block_until_ready()
 
-
-def build_products(step: Step, kernels: Kernels) -> Callable[[], object]:
-    @jax.jit
-    def multiply(y_TD: jax.Array, params: Params) -> jax.Array:
-        for layer in params["layers"].values():
-            q_TNH, k_TKH, v_TKH = project(
-                y_TD, layer["q_DNH"], layer["k_DKH"], layer["v_DKH"], impl=kernels.matmul
-            )
-            q_TF = q_TNH.reshape(step.num_rows, -1)
-            q_TF += k_TKH[:1, 0, :1] + v_TKH[:1, 0, :1]  # so that none is left out
-            o_FD = layer["o_NHD"].reshape(q_TF.shape[1], -1)
-            (y_TD,) = project(q_TF.astype(jnp.bfloat16), o_FD, impl=kernels.matmul)
-            gate_TF, up_TF = project(
-                y_TD.astype(jnp.bfloat16), layer["gate_DF"], layer["up_DF"], impl=kernels.matmul
-            )
-            hidden_TF = (gate_TF + up_TF).astype(jnp.bfloat16)
-            (y_TD,) = project(hidden_TF, layer["down_FD"], impl=kernels.matmul)
-            y_TD = y_TD.astype(jnp.bfloat16)
-        return y_TD
-
-    y_TD = jax.random.normal(jax.random.key(3), (step.num_rows, CONFIG.hidden_size), jnp.bfloat16)
-    return lambda: multiply(y_TD, step.params)
+    return run
 
 
-def build_head(step: Step, kernels: Kernels) -> Callable[[], object]:
-    """The final norm, the logits, and the greedy choice."""
+def build_step(runner: Runner, plan: StepPlan, *, kv_len: int) -> Run:
+    table = _page_table(len(plan.chunks), kv_len).tolist()
+    loads = tuple(
+        RowLoad(
+            sequence_id=chunk.sequence_id, row=chunk.row, pages=tuple(table[chunk.row]),
+            sampling=GREEDY, seed=0, choice=0, stop_ids=(),
+        )
+        for chunk in plan.chunks
+    )  # fmt: skip
+    runner.launch(dataclasses.replace(plan, row_loads=loads)).result()
+    return lambda: runner.launch(plan).result()
 
-    @jax.jit
-    def choose(hidden_TD: jax.Array, params: Params) -> jax.Array:
-        return logits(params, hidden_TD, config=CONFIG, matmul=kernels.matmul).argmax(-1)
 
-    hidden_TD = jax.random.normal(
-        jax.random.key(4), (step.num_rows, CONFIG.hidden_size), jnp.float32
-    )
-    return lambda: choose(hidden_TD, step.params)
+def measure(
+    parts: Mapping[MatmulImpl, Mapping[str, Run]], num_rounds: int
+) -> dict[str, dict[str, float]]:
+    """Returns the median milliseconds of each part by each kind."""
+    medians = {}
+    for part in next(iter(parts.values())):
+        times: dict[str, list[float]] = {kind: [] for kind in parts}
+        for index in range(num_rounds + 2):
+            for kind, runs in parts.items():
+                (seconds,) = _seconds_of(runs[part], 1)
+                if index >= 2:  # the first ones read what is in no cache yet
+                    times[kind].append(1e3 * seconds)
+        medians[part] = {kind: statistics.median(some) for kind, some in times.items()}
+    return medians
+
+
+def summarize(ms: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Returns the table's lines, of which all but the last add up to it."""
+
+    def subtract(whole: str, *parts: str) -> dict[str, float]:
+        return {
+            kind: value - sum(ms[part][kind] for part in parts) for kind, value in ms[whole].items()
+        }
+
+    return {
+        "weights": dict(ms["weights"]),
+        "attention": dict(ms["attention"]),
+        "rest": subtract("forward", "weights", "attention"),
+        "head": dict(ms["head"]),
+        "sampling": dict(ms["sampling"]),
+        "rest of output": subtract("output", "head", "sampling"),
+        "host": subtract("step", "forward", "output"),
+        "step": dict(ms["step"]),
+    }
 
 
 if __name__ == "__main__":

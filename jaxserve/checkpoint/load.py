@@ -15,14 +15,14 @@ import numpy as np
 from jaxserve.checkpoint.header import NumpyParams, Progress, WeightDtype
 from jaxserve.checkpoint.layout import Sources, StoredPart, as_stored
 from jaxserve.errors import CheckpointError
+from jaxserve.model.aligned import empty_aligned
 from jaxserve.model.config import ModelConfig
 
 MAX_THREADS = 8
 # Numbers converted at a time, and the least rows of a matrix among them: fewer make transposing
 # slow, more do not stay in the processor's cache.
 BLOCK_ELEMENTS, MIN_BLOCK_ROWS = 1 << 18, 128
-# Of a parameter in memory: the CPU backend of JAX takes such an array as it is, others it copies.
-ALIGNMENT_BYTES = CACHE_LINE_BYTES = 64
+CACHE_LINE_BYTES = 64
 
 
 class ReadRows(Protocol):
@@ -114,14 +114,6 @@ def load_all(
 def num_threads() -> int:
     """Returns how many parameters are read at a time."""
     return min(MAX_THREADS, len(os.sched_getaffinity(0)))
-
-
-def empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns an array of arbitrary values whose first byte is at a multiple of 64."""
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    room = np.empty(num_bytes + ALIGNMENT_BYTES, np.uint8)
-    first = -room.ctypes.data % ALIGNMENT_BYTES
-    return room[first : first + num_bytes].view(dtype).reshape(shape)
 
 
 def nest(flat: Mapping[str, np.ndarray]) -> NumpyParams:

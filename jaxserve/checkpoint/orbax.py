@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxserve.checkpoint.checks import check_config, check_tensors, check_vocab
 from jaxserve.checkpoint.header import ModelHeader, NumpyParams, Progress, WeightDtype
-from jaxserve.checkpoint.load import empty_aligned, flatten, nest, num_threads
+from jaxserve.checkpoint.load import flatten, nest, num_threads
 from jaxserve.checkpoint.manifest import (
     MANIFEST_FILE,
     SMALL_FILE_BYTES,
@@ -27,6 +27,7 @@ from jaxserve.checkpoint.manifest import (
     read_manifest,
 )
 from jaxserve.errors import CheckpointError
+from jaxserve.model.aligned import empty_aligned
 from jaxserve.text.hf_folder import load_tokenizer
 from jaxserve.text.tokenizer import Tokenizer
 

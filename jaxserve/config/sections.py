@@ -286,7 +286,8 @@ class BucketsSection(Section):
     """The padded shapes that are compiled at start-up."""
 
     decode_seqs: Sizes = pydantic.Field(
-        (2, 4, 8, 16, 32), description="One-token rows; max_seqs is always added."
+        (1, 2, 4, 8, 16, 32),
+        description="One-token rows; max_seqs is always added, and 1 is 2 where one row is slower.",
     )
     chunk_tokens: Sizes = pydantic.Field(
         (16, 32, 64, 128, 256),

@@ -1,8 +1,8 @@
 """Matrix products: operands of one dtype in, float32 out."""
 
-import math
 from typing import Final, Literal
 
+import flax.struct
 import jax
 import numpy as np
 from jax import lax
@@ -10,10 +10,26 @@ from jax import numpy as jnp
 
 MatmulImpl = Literal["xla", "native"]
 
-# Rows up to which the native product is used. Measured on two Zen 4 cores: at 32 rows it takes half
-# of XLA's time, at 64 as long.
-MAX_NATIVE_ROWS: Final = 64
-NATIVE_COLUMNS: Final = 32  # the native product's results are a multiple of it
+PANEL: Final = 32  # columns of a packed weight that lie together
+PAIR: Final = 2  # rows of it that are multiplied at once
+
+
+@flax.struct.dataclass(kw_only=True)
+class PackedWeight:
+    """A bfloat16 weight as the native product reads it: from end to end (`native/dot.cc`).
+
+    Attributes:
+      panels: ``[columns / 32, rows / 2, 32, 2]``, as `model.packing.pack` has it.
+    """
+
+    panels: jax.Array
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.panels.dtype
+
+
+Weight = jax.Array | PackedWeight
 
 
 def dot(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -32,57 +48,61 @@ def dot(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
     )
 
 
-def project(x_TD: jax.Array, *weights: jax.Array, impl: MatmulImpl) -> list[jax.Array]:
-    """Returns the float32 products of x with some weights ``[D, ...]``, each ``[T, ...]``.
+def project(x_TD: jax.Array, *weights: Weight, impl: MatmulImpl) -> list[jax.Array]:
+    """Returns the float32 products of x with some weights, each ``[T, columns]``.
 
     Args:
-      impl: native is for bfloat16 and few rows, and takes what `find_matmul_problem` lets through;
-        beyond `MAX_NATIVE_ROWS` it is xla all the same.
+      weights: for native packed, and in one call of it; for xla ``[D, ...]``, or with D in several
+        dimensions.
     """
-    T, D = x_TD.shape
-    if impl == "xla" or T > MAX_NATIVE_ROWS:
-        return [dot("TD,D...->T...", x_TD, weight) for weight in weights]
-    flat = [weight.reshape(D, -1) for weight in weights]
-    results = _call_native(x_TD, flat, num_columns=[weight.shape[1] for weight in flat])
-    return [
-        result_TF.reshape(T, *weight.shape[1:])
-        for result_TF, weight in zip(results, weights, strict=True)
-    ]
+    if impl == "native":
+        return _call_native(x_TD, weights)
+    # Flattened by hand: given two axes to sum over, XLA:CPU turns them round and copies the weight.
+    return [dot("TD,DF->TF", x_TD, _plain(weight).reshape(x_TD.shape[1], -1)) for weight in weights]
 
 
-def project_transposed(x_TD: jax.Array, weight_VD: jax.Array, *, impl: MatmulImpl) -> jax.Array:
-    """Returns ``[T, V]`` as `project` does, of a weight with its columns first."""
-    if impl == "xla" or x_TD.shape[0] > MAX_NATIVE_ROWS:
-        return dot("TD,VD->TV", x_TD, weight_VD)
-    columns = [weight_VD.shape[0]]
-    return _call_native(x_TD, [weight_VD], num_columns=columns, is_transposed=True)[0]
+def project_transposed(x_TD: jax.Array, weight: Weight, *, impl: MatmulImpl) -> jax.Array:
+    """Returns ``[T, V]`` as `project` does, of a weight ``[V, D]``; packing turns it."""
+    if impl == "native":
+        return _call_native(x_TD, (weight,))[0]
+    return dot("TD,VD->TV", x_TD, _plain(weight))
 
 
-def find_matmul_problem(shape: tuple[int, ...], *, is_transposed: bool = False) -> str | None:
+def packed_shape(num_inputs: int, num_columns: int) -> tuple[int, int, int, int]:
+    return num_columns // PANEL, num_inputs // PAIR, PANEL, PAIR
+
+
+def take_columns(weight: PackedWeight, index_T: jax.Array) -> jax.Array:
+    """Returns some columns of a packed weight, each as a row: ``[T, D]``. Indices are clipped."""
+    num_panels, num_pairs, _, _ = weight.panels.shape
+    index_T = jnp.clip(index_T, 0, num_panels * PANEL - 1)
+    pairs = weight.panels.at[index_T // PANEL, :, index_T % PANEL].get(mode="promise_in_bounds")
+    return pairs.reshape(-1, num_pairs * PAIR)
+
+
+def find_matmul_problem(num_inputs: int, num_columns: int) -> str | None:
     """Returns why a weight's product cannot be computed natively; see `native/dot.cc`."""
-    rows, columns = shape[0], math.prod(shape[1:])
-    if is_transposed:
-        rows, columns = columns, rows
-    row_multiple = NATIVE_COLUMNS if is_transposed else 2
-    if columns % NATIVE_COLUMNS or rows % row_multiple:
-        return (
-            f"a weight is {rows} by {columns}, not a multiple of {row_multiple} by {NATIVE_COLUMNS}"
-        )
+    if num_inputs % PAIR or num_columns % PANEL:
+        return f"a weight is {num_inputs} by {num_columns}, not a multiple of {PAIR} by {PANEL}"
     return None
 
 
-def _call_native(
-    x_TD: jax.Array,
-    weights: list[jax.Array],
-    *,
-    num_columns: list[int],
-    is_transposed: bool = False,
-) -> list[jax.Array]:
-    results = [jax.ShapeDtypeStruct((x_TD.shape[0], F), jnp.float32) for F in num_columns]
-    call = jax.ffi.ffi_call("jaxserve_dot", results)
-    return list(call(x_TD, *weights, is_transposed=is_transposed))
+def _plain(weight: Weight) -> jax.Array:
+    assert not isinstance(weight, PackedWeight), "a packed weight is for the native product alone"
+    return weight
 
 
-def wider_dtype(left: jax.Array, right: jax.Array) -> np.dtype:
+def _call_native(x_TD: jax.Array, weights: tuple[Weight, ...]) -> list[jax.Array]:
+    panels = []
+    for weight in weights:
+        assert isinstance(weight, PackedWeight), "the native product wants packed weights"
+        panels.append(weight.panels)
+    results = [
+        jax.ShapeDtypeStruct((x_TD.shape[0], each.shape[0] * PANEL), jnp.float32) for each in panels
+    ]
+    return list(jax.ffi.ffi_call("jaxserve_dot", results)(x_TD, *panels))
+
+
+def wider_dtype(left: Weight, right: jax.Array) -> np.dtype:
     """Returns the dtype of the two that loses nothing: float32 over bfloat16."""
     return max(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)

@@ -35,8 +35,9 @@ class ServedTimes:
 
     @property
     def min_rows(self) -> int:
-        """Rows of the smallest program, as the runner sizes it."""
-        return 2 if self.platform == "cpu" else 1
+        """Rows of the smallest program: 2 on a CPU, unless one of one row was timed."""
+        has_one = any(bucket.decode_seqs == 1 for bucket in self.times.programs)
+        return 2 if self.platform == "cpu" and not has_one else 1
 
 
 def read_engine(engine: Engine, *, platform: str) -> ServedTimes:

@@ -91,9 +91,13 @@ def attention_block(
     """Returns the pool with this step's K/V written, and the attention's output."""
     weight_dtype = params["q_DNH"].dtype
     y_TD = y_TD.astype(weight_dtype)
-    q_TNH, k_TKH, v_TKH = project(
+    q_TF, k_TF, v_TF = project(
         y_TD, params["q_DNH"], params["k_DKH"], params["v_DKH"], impl=kernels.matmul
     )
+    T = y_TD.shape[0]
+    q_TNH = q_TF.reshape(T, config.num_heads, config.head_dim)
+    k_TKH = k_TF.reshape(T, config.num_kv_heads, config.head_dim)
+    v_TKH = v_TF.reshape(T, config.num_kv_heads, config.head_dim)
     if config.qkv_bias:
         q_TNH += params["q_bias_NH"][None].astype(jnp.float32)
         k_TKH += params["k_bias_KH"][None].astype(jnp.float32)
@@ -118,10 +122,8 @@ def attention_block(
         soft_cap=config.attention_soft_cap,
         impl=kernels.attention,
     )
-    # Flattened by hand: given two axes to sum over, XLA:CPU turns them round and copies the weight.
-    T, N, H = out_TNH.shape
-    out_TF = out_TNH.astype(weight_dtype).reshape(T, N * H)
-    (out_TD,) = project(out_TF, params["o_NHD"].reshape(N * H, -1), impl=kernels.matmul)
+    out_TF = out_TNH.astype(weight_dtype).reshape(T, config.num_heads * config.head_dim)
+    (out_TD,) = project(out_TF, params["o_NHD"], impl=kernels.matmul)
     if config.o_bias:
         out_TD += params["o_bias_D"][None].astype(jnp.float32)
     return kv_C2KRH, out_TD

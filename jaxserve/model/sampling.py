@@ -135,8 +135,8 @@ def record(counts_BV: jax.Array, row_B: jax.Array, token_B: jax.Array) -> jax.Ar
 
 def is_usable(logits_BV: jax.Array) -> jax.Array:
     """Returns which rows have no NaN, no +inf, and something above -inf."""
-    is_below_inf_B = (logits_BV < jnp.inf).all(axis=1)  # false for NaN too
-    return is_below_inf_B & (logits_BV > -jnp.inf).any(axis=1)
+    is_below_inf_B = (logits_BV < jnp.inf).all(axis=1)  # false for NaN too, which a max may not see
+    return is_below_inf_B & (logits_BV.max(axis=1) > -jnp.inf)
 
 
 def is_greedy(rows: SamplingRows) -> jax.Array:

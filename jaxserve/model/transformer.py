@@ -7,7 +7,13 @@ from jax import numpy as jnp
 
 from jaxserve.errors import ShapeError
 from jaxserve.kernels.choice import Kernels
-from jaxserve.kernels.dot import MatmulImpl, project_transposed
+from jaxserve.kernels.dot import (
+    MatmulImpl,
+    PackedWeight,
+    Weight,
+    project_transposed,
+    take_columns,
+)
 from jaxserve.model.batch import TokenBatch, find_real_tokens, spread_rows
 from jaxserve.model.config import LayerConfig, ModelConfig
 from jaxserve.model.experts import experts_block
@@ -133,8 +139,11 @@ def embed(params: Params, token_ids_T: jax.Array, *, config: ModelConfig) -> jax
     The scale is rounded to the weights' dtype first, because a model was trained with it so: in
     bfloat16 Gemma's sqrt(3072) = 55.43 is 55.5, and all its layers expect the larger rows.
     """
-    embedding_VD: jax.Array = params["embedding_VD"]
-    x_TD = embedding_VD.at[token_ids_T].get(mode="clip").astype(jnp.float32)
+    embedding_VD: Weight = params["embedding_VD"]
+    if isinstance(embedding_VD, PackedWeight):
+        x_TD = take_columns(embedding_VD, token_ids_T).astype(jnp.float32)
+    else:
+        x_TD = embedding_VD.at[token_ids_T].get(mode="clip").astype(jnp.float32)
     if config.embedding_scale is None:
         return x_TD
     return x_TD * jnp.asarray(config.embedding_scale, embedding_VD.dtype).astype(jnp.float32)

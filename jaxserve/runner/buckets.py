@@ -134,7 +134,7 @@ def build_scheme(config: Config, *, max_model_tokens: int, min_rows: int) -> Buc
 
     Args:
       max_model_tokens: longest sequence; without chunked prefill the largest chunk bucket holds it.
-      min_rows: fewest rows a program may have: 2 where one-row matrix products are slow (CPU).
+      min_rows: fewest rows a program may have: 2 where one-row matrix products are slow.
     """
     buckets, scheduler = config.buckets, config.scheduler
     max_rows = max(scheduler.max_seqs, min_rows)
@@ -145,7 +145,9 @@ def build_scheme(config: Config, *, max_model_tokens: int, min_rows: int) -> Buc
         decode_sizes, beside_sizes, chunk_sizes = (max_rows,), (max_rows,), chunk_sizes[-1:]
     forwards = [_bucket(rows, 0) for rows in decode_sizes]
     forwards += itertools.starmap(_bucket, itertools.product(beside_sizes, chunk_sizes))
-    outputs = itertools.product(decode_sizes, VARIANTS)
+    # A second row is free there: the head takes as long as its weights take to come from memory.
+    output_sizes = _clip(decode_sizes, low=min(2, max_rows), high=max_rows)
+    outputs = itertools.product(output_sizes, VARIANTS)
     return BucketScheme(
         forwards=tuple(sorted(forwards)),
         outputs=tuple(OutputBucket(rows=rows, variant=variant) for rows, variant in outputs),

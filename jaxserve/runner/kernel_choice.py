@@ -1,7 +1,6 @@
 """Which kernels a runner uses: as the configuration says, or the best that this machine has."""
 
 import logging
-import math
 from pathlib import Path
 
 from jaxserve.config import Config, default_cache_dir
@@ -11,13 +10,11 @@ from jaxserve.kernels.dot import find_matmul_problem
 from jaxserve.kernels.paged_attention import Impl
 from jaxserve.kernels.paged_attention.native import find_attention_problem
 from jaxserve.model.config import ModelConfig
-from jaxserve.model.params import abstract_params
+from jaxserve.model.packing import product_sizes
 from jaxserve.runner.native_build import NativeUnavailableError, load_native
 from jaxserve.runner.spec import DtypeName
 
 logger = logging.getLogger(__name__)
-
-PROJECTIONS = ("q_DNH", "k_DKH", "v_DKH", "gate_DF", "up_DF", "down_FD")
 
 
 def choose_kernels(
@@ -88,15 +85,8 @@ def _find_native_problem(platform: str) -> str | None:
 def _find_matmul_problem(model: ModelConfig, dtype: DtypeName) -> str | None:
     if dtype != "bfloat16":
         return f"the weights are {dtype}, and the native product is of bfloat16"
-    specs = abstract_params(model, dtype)
-    for path, spec in specs.items():
-        name = path.rpartition("/")[2]
-        shape = spec.shape
-        if name == "o_NHD":
-            shape = (math.prod(shape[:2]), shape[2])
-        elif name not in (*PROJECTIONS, "embedding_VD"):
-            continue
-        if problem := find_matmul_problem(shape, is_transposed=name.endswith("_VD")):
+    for path, size in product_sizes(model).items():
+        if problem := find_matmul_problem(size.num_inputs, size.num_columns):
             return f"{path}: {problem}"
     return None
 

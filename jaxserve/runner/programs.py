@@ -18,6 +18,7 @@ from jax import numpy as jnp
 from jaxserve.errors import RecompileError
 from jaxserve.metrics import Metrics
 from jaxserve.model.masks import num_words
+from jaxserve.model.packing import abstract_packed
 from jaxserve.model.params import Params, abstract_params
 from jaxserve.plan import Bucket
 from jaxserve.runner import steps
@@ -269,7 +270,7 @@ def abstract_tree(spec: RunnerSpec) -> Params:
     flat = abstract_params(spec.model, spec.dtype)
     shapes = {path: ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat.items()}
     nested: Params = flax.traverse_util.unflatten_dict(shapes, sep="/")
-    return nested
+    return abstract_packed(nested, spec.model) if spec.kernels.matmul == "native" else nested
 
 
 def head_params(params: Params) -> Params:

@@ -12,6 +12,7 @@ import jax
 from jaxserve.config import Config
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import ModelConfig
+from jaxserve.model.packing import pack_params
 from jaxserve.model.params import Params
 from jaxserve.plan import (
     NO_LAPS,
@@ -137,11 +138,11 @@ class Runner:
         has_host_tier = reach is None and sizes.num_host_pages > 0  # one request drops no page
         keys = program_keys(self._spec, self._scheme, reach, has_host_tier=has_host_tier)
         with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-load") as pool:
-            loading = pool.submit(lambda: params(dtype) if callable(params) else params)
+            loading = pool.submit(self._load, params, dtype)
             compile_keys(keys)
             loaded = loading.result()
             with naming_lack_of_memory():
-                self._params = place_params(loaded) if callable(params) else jax.device_put(params)
+                self._params = place_params(loaded)
         self._run = {(key.kind, key.bucket): self._programs[key] for key in keys}
         self._head = head_params(self._params)
         with naming_lack_of_memory():
@@ -157,6 +158,13 @@ class Runner:
         self._programs.forbid_compiles()
         self._show_unused()
         logger.info("runner ready dtype=%s kv_dtype=%s programs=%d", dtype, kv_dtype, len(keys))
+
+    def _load(self, params: Params | LoadParams, dtype: DtypeName) -> Params:
+        """Returns a tree of our own, as the programs read it."""
+        loaded = params(dtype) if callable(params) else jax.tree.map(lambda leaf: leaf, params)
+        if self._spec.kernels.matmul == "native":
+            pack_params(loaded, self._spec.model)
+        return loaded
 
     @property
     def spec(self) -> RunnerSpec:

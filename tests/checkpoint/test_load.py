@@ -11,7 +11,7 @@ import pytest
 from jaxserve.checkpoint import load
 from jaxserve.checkpoint.gguf import GgufSource
 from jaxserve.checkpoint.header import ModelSource
-from jaxserve.checkpoint.load import StoredFile, empty_aligned, flatten
+from jaxserve.checkpoint.load import StoredFile, flatten
 from jaxserve.checkpoint.safetensors import HfFolderSource
 from jaxserve.errors import CheckpointError
 from jaxserve.model.config import ExpertsConfig, LayerConfig, ModelConfig

@@ -8,16 +8,19 @@ import pytest
 from jax import numpy as jnp
 
 from jaxserve.kernels.dot import (
-    MAX_NATIVE_ROWS,
-    NATIVE_COLUMNS,
+    PANEL,
+    PackedWeight,
     find_matmul_problem,
     project,
     project_transposed,
+    take_columns,
 )
+from jaxserve.model.packing import ProductSize, pack
 
 pytestmark = pytest.mark.native
 
-ROWS = (1, 2, 3, 4, 5, 11, 12, 13, 24, 25, 31, 47, 63, 64)
+MAX_ROWS = 130
+ROWS = (1, 2, 3, 4, 5, 11, 12, 13, 24, 25, 31, 47, 63, 64, 129)
 # Of a sum over the sum of its magnitudes: K roundings of float32 that mostly cancel.
 TOLERANCE = 2e-6
 
@@ -30,11 +33,18 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def multiply(x_MK: np.ndarray, *weights_KN: np.ndarray) -> list[np.ndarray]:
-    return [np.asarray(y_MN) for y_MN in _project(x_MK, *weights_KN, impl="native")]
+    packed = [packed_of(w_KN) for w_KN in weights_KN]
+    return [np.asarray(y_MN) for y_MN in _project(x_MK, *packed, impl="native")]
 
 
 def multiply_transposed(x_MK: np.ndarray, w_NK: np.ndarray) -> np.ndarray:
-    return np.asarray(_project_transposed(x_MK, w_NK, impl="native"))
+    N, K = w_NK.shape
+    packed = PackedWeight(panels=jnp.asarray(pack(w_NK, ProductSize(K, N, is_transposed=True))))
+    return np.asarray(_project_transposed(x_MK, packed, impl="native"))
+
+
+def packed_of(w_KN: np.ndarray) -> PackedWeight:
+    return PackedWeight(panels=jnp.asarray(pack(w_KN, ProductSize(*w_KN.shape))))
 
 
 def largest_error(y_MN: np.ndarray, x_MK: np.ndarray, w_KN: np.ndarray) -> float:
@@ -45,12 +55,16 @@ def largest_error(y_MN: np.ndarray, x_MK: np.ndarray, w_KN: np.ndarray) -> float
 def random_cases(count: int) -> Sequence[tuple[int, int, int]]:
     rng = np.random.default_rng(7)
     return [
-        (int(rng.integers(1, 65)), 2 * int(rng.integers(1, 400)), 32 * int(rng.integers(1, 30)))
+        (
+            int(rng.integers(1, MAX_ROWS)),
+            2 * int(rng.integers(1, 400)),
+            32 * int(rng.integers(1, 30)),
+        )
         for _ in range(count)
     ]
 
 
-# Around a block of 256 by 256, the smallest sizes, and a last block that is not full.
+# The smallest sizes, one panel for several threads, and more panels than pieces of work.
 EDGES = [
     (M, K, N)
     for M in ROWS[::3]
@@ -84,17 +98,28 @@ def test_several_weights_in_one_call_are_each_right() -> None:
         assert largest_error(y_MN, x_MK, w_KN) < TOLERANCE
 
 
-def test_a_weight_with_more_dimensions_gives_them_back() -> None:
-    x_MK, w_KNH = normal(6, 3, 64), normal(7, 64, 3, 32)
-    (y_MNH,) = multiply(x_MK, w_KNH)
-    assert y_MNH.shape == (3, 3, 32)
-    np.testing.assert_array_equal(y_MNH.reshape(3, 96), multiply(x_MK, w_KNH.reshape(64, 96))[0])
+def test_a_weight_of_several_dimensions_is_packed_as_its_matrix() -> None:
+    w_DNH, w_NHD = normal(6, 64, 3, 32), normal(7, 3, 32, 64)
+    np.testing.assert_array_equal(
+        pack(w_DNH, ProductSize(64, 96)), pack(w_DNH.reshape(64, 96), ProductSize(64, 96))
+    )
+    np.testing.assert_array_equal(
+        pack(w_NHD, ProductSize(96, 64)), pack(w_NHD.reshape(96, 64), ProductSize(96, 64))
+    )
+
+
+def test_a_packed_column_comes_back_as_it_was() -> None:
+    w_NK = normal(8, 96, 34)
+    packed = PackedWeight(panels=jnp.asarray(pack(w_NK, ProductSize(34, 96, is_transposed=True))))
+    index = np.array([0, 31, 32, 95, 7, 7, 96, -1], np.int32)
+    wanted = w_NK[np.clip(index, 0, 95)]
+    np.testing.assert_array_equal(np.asarray(take_columns(packed, jnp.asarray(index))), wanted)
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_a_row_does_not_depend_on_how_many_there_are_nor_on_the_others(is_transposed: bool) -> None:
     K, N = 544, 352
-    x_MK, w_KN = normal(8, MAX_NATIVE_ROWS, K), normal(9, K, N)
+    x_MK, w_KN = normal(8, MAX_ROWS, K), normal(9, K, N)
     w_NK = np.ascontiguousarray(w_KN.T)
 
     def run(rows_MK: np.ndarray) -> np.ndarray:
@@ -104,7 +129,7 @@ def test_a_row_does_not_depend_on_how_many_there_are_nor_on_the_others(is_transp
     for M in ROWS:
         np.testing.assert_array_equal(run(x_MK[:M]), wanted_MN[:M])
         np.testing.assert_array_equal(run(x_MK[-M:]), wanted_MN[-M:])
-    others_MK = normal(10, MAX_NATIVE_ROWS, K)
+    others_MK = normal(10, MAX_ROWS, K)
     others_MK[17] = x_MK[17]
     np.testing.assert_array_equal(run(others_MK)[17], wanted_MN[17])
 
@@ -129,20 +154,17 @@ def test_large_numbers_are_summed_and_overflow_to_infinity(M: int) -> None:
     np.testing.assert_array_equal(multiply(x_MK, w_KN)[0], np.float32(np.inf))
 
 
-def test_more_rows_are_left_to_xla() -> None:
-    x_MK, w_KN = normal(13, MAX_NATIVE_ROWS + 1, 64), normal(14, 64, 96)
-    is_native = ["jaxserve_dot" in _project.lower(x_MK[:M], w_KN, impl="native").as_text()
-                 for M in (MAX_NATIVE_ROWS, MAX_NATIVE_ROWS + 1)]  # fmt: skip
-    assert is_native == [True, False]
-    assert largest_error(multiply(x_MK, w_KN)[0], x_MK, w_KN) < TOLERANCE
-
-
 def test_sizes_that_do_not_fit_are_found_and_refused() -> None:
-    assert find_matmul_problem((64, 3, NATIVE_COLUMNS)) is None
-    assert find_matmul_problem((63, 32)) == "a weight is 63 by 32, not a multiple of 2 by 32"
-    assert find_matmul_problem((2, 33)) == "a weight is 2 by 33, not a multiple of 2 by 32"
-    assert find_matmul_problem((96, 48), is_transposed=True) == (
-        "a weight is 48 by 96, not a multiple of 32 by 32"
-    )
-    with pytest.raises(jax.errors.JaxRuntimeError, match="a size is no multiple"):
-        multiply(normal(15, 2, 64), normal(16, 64, 40))
+    assert find_matmul_problem(64, PANEL) is None
+    assert find_matmul_problem(63, 32) == "a weight is 63 by 32, not a multiple of 2 by 32"
+    assert find_matmul_problem(2, 33) == "a weight is 2 by 33, not a multiple of 2 by 32"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a packed weight and its result do not"):
+        _project(normal(15, 2, 62), packed_of(normal(16, 64, 32)), impl="native")
+
+
+def test_a_weight_of_the_other_form_is_an_error() -> None:
+    x_MK, w_KN = normal(17, 2, 64), normal(18, 64, 32)
+    with pytest.raises(AssertionError, match="wants packed weights"):
+        _project(x_MK, w_KN, impl="native")
+    with pytest.raises(AssertionError, match="for the native product alone"):
+        _project(x_MK, packed_of(w_KN), impl="xla")

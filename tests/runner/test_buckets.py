@@ -41,6 +41,9 @@ def test_the_default_scheme_is_fifteen_forwards_and_fifteen_outputs() -> None:
     assert set(scheme.forwards) == {*decode, *mixed}
     assert len(scheme.forwards) == 15
     assert len(scheme.outputs) == 5 * 3
+    elsewhere = build_scheme(Config(), max_model_tokens=1024, min_rows=1)
+    assert set(elsewhere.forwards) - set(scheme.forwards) == {_bucket(1)}
+    assert elsewhere.outputs == scheme.outputs
     assert scheme.max_tokens == 32 + 256
 
 
@@ -85,7 +88,7 @@ def test_no_program_has_one_row_where_that_is_slow() -> None:
 def test_one_row_is_a_size_elsewhere() -> None:
     scheme = _scheme(min_rows=1, buckets={"decode_seqs": [1, 4]})
     assert scheme.find_bucket(1, 0) == _bucket(1)
-    assert scheme.find_output(1, "plain").rows == 1
+    assert scheme.find_output(1, "plain").rows == 2  # costs the same
 
 
 def test_a_geometric_list_is_expanded() -> None:

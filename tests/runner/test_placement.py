@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.checkpoint.load import empty_aligned
+from jaxserve.model.aligned import empty_aligned
 from jaxserve.runner import placement
 
 

@@ -16,6 +16,7 @@ from jaxserve.errors import CapacityError, RecompileError
 from jaxserve.kernels.choice import Kernels
 from jaxserve.kernels.dot import MatmulImpl
 from jaxserve.metrics import Metrics
+from jaxserve.model.config import ModelConfig
 from jaxserve.model.params import Params
 from jaxserve.runner.batch import SCORE_WIDTH
 from jaxserve.runner.buckets import Reach
@@ -89,14 +90,16 @@ def _with(field: str, value: object) -> Config:
     return Config.model_validate(values)
 
 
-def _sizes(config: Config, *, matmul: MatmulImpl = "xla") -> RunnerSizes:
+def _sizes(
+    config: Config, *, matmul: MatmulImpl = "xla", model: ModelConfig = MODEL
+) -> RunnerSizes:
     def compile_nothing(keys: tuple[ProgramKey, ...]) -> None:
         raise AssertionError(f"sizing must not compile {keys} on CPU")
 
     model_dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
     kv_dtype = "float32" if config.kv.dtype == "auto" else config.kv.dtype
     return size_runner(
-        MODEL,
+        model,
         config,
         dtypes=(model_dtype, kv_dtype),
         kernels=Kernels(
@@ -120,6 +123,15 @@ def test_a_field_that_changes_a_program_changes_its_key(field: str) -> None:
 
 def test_the_kernel_of_the_products_is_in_the_key() -> None:
     assert _keys(CONFIG, matmul="native").isdisjoint(_keys(CONFIG, matmul="xla"))
+
+
+def test_one_row_is_a_bucket_where_no_product_is_xlas() -> None:
+    config = _with("buckets.decode_seqs", (1, 4))
+    assert _sizes(config, matmul="native").scheme.forwards[0].decode_seqs == 1
+    assert _sizes(config, matmul="xla").scheme.forwards[0].decode_seqs == 2
+    layers = (MODEL.layers[0], dataclasses.replace(MODEL.layers[1], mlp="experts"))
+    sizes = _sizes(config, matmul="native", model=dataclasses.replace(MODEL, layers=layers))
+    assert sizes.scheme.forwards[0].decode_seqs == 2
 
 
 @pytest.mark.parametrize("field", CHANGES_NOTHING)

@@ -1,6 +1,9 @@
-// paged_attention on a CPU: one item of work for each row and KV head, an online softmax over
+// paged_attention on a CPU: one item of work for a row and some KV heads, an online softmax over
 // blocks of keys (Milakov & Gimelshein 2018, alg. 3; Dao et al. 2022, alg. 1). A query's numbers
 // depend on nothing but its own sequence: blocks stand at fixed positions, and nothing is split.
+//
+// A page is read from end to end, all heads' keys and then all heads' values, where there are rows
+// enough to keep all threads at work: the processor sees that coming, and fetches it.
 
 #include <algorithm>
 #include <cmath>
@@ -20,6 +23,7 @@ namespace ffi = xla::ffi;
 constexpr int64_t kBlock = 32;  // keys at once: K and V of a block of 64-wide heads fill 16 KB
 constexpr int64_t kGroups = kBlock / kLanes;
 constexpr int64_t kMaxHeadDim = 512;
+constexpr int64_t kItemsPerThread = 4;
 constexpr float kLowest = -0.7f * std::numeric_limits<float>::max();
 
 // What a call is given; shapes as in api.py.
@@ -40,7 +44,7 @@ struct Scratch {
   std::vector<float> q_MH, sum_MH, weights_MS, top_M, total_M;
 };
 
-// Where a block's keys and values are, row by row.
+// Where a block's keys and values of the first head are, row by row.
 template <typename KV>
 struct Rows {
   int64_t num_keys = 0;
@@ -48,24 +52,26 @@ struct Rows {
   const KV* values[kBlock];
 };
 
-// The rows of the block to come, which are fetched line by line while this one is computed: all at
-// once they would stand in each other's way.
+// The rows of the block to come, head by head, which are fetched line by line while this one is
+// computed: all at once they would stand in each other's way.
 template <typename KV>
 class Ahead {
  public:
-  Ahead(const KV* const* rows, int64_t num_rows, int64_t H) : row_(rows), end_(rows + num_rows), H_(H) {}
+  Ahead(const KV* const* rows, int64_t num_rows, int64_t H, int64_t num_heads, int64_t slab)
+      : rows_(rows), num_rows_(num_rows), H_(H), slab_(slab), end_(num_rows ? num_heads * slab : 0) {}
 
   void fetch_line() {
-    if (row_ == end_) return;
-    __builtin_prefetch(*row_ + h_);
+    if (offset_ == end_) return;
+    __builtin_prefetch(rows_[row_] + offset_ + h_, 0, 2);
     h_ += 64 / sizeof(KV);
-    if (h_ >= H_) h_ = 0, ++row_;
+    if (h_ < H_) return;
+    h_ = 0;
+    if (++row_ == num_rows_) row_ = 0, offset_ += slab_;
   }
 
  private:
-  const KV* const* row_;
-  const KV* const* end_;
-  int64_t H_, h_ = 0;
+  const KV* const* rows_;
+  int64_t num_rows_, H_, slab_, end_, row_ = 0, offset_ = 0, h_ = 0;
 };
 
 // Sixteen numbers of sixteen keys, transposed.
@@ -80,7 +86,8 @@ void read_tile(const KV* const keys[kLanes], int64_t num_keys, float* to) {
 }
 
 // Thirty-two, two of a key side by side as one word.
-inline void read_wide_tile(const BFloat16* const keys[kLanes], int64_t num_keys, float* to) {
+template <bool is_paired>
+void read_wide_tile(const BFloat16* const keys[kLanes], int64_t num_keys, float* to) {
   Lanes tile[kLanes];
 #pragma GCC unroll 16
   for (int64_t s = 0; s < kLanes; ++s) {
@@ -90,26 +97,30 @@ inline void read_wide_tile(const BFloat16* const keys[kLanes], int64_t num_keys,
   transpose(tile);
 #pragma GCC unroll 16
   for (int64_t h = 0; h < kLanes; ++h) {
-    const WordLanes pair = (WordLanes)tile[h];
-    store(to + 2 * h * kBlock, (Lanes)(pair << 16));
-    store(to + (2 * h + 1) * kBlock, (Lanes)(pair & 0xffff0000));
+    if constexpr (is_paired) {
+      store(to + h * kBlock, tile[h]);
+    } else {
+      const WordLanes pair = (WordLanes)tile[h];
+      store(to + 2 * h * kBlock, (Lanes)(pair << 16));
+      store(to + (2 * h + 1) * kBlock, (Lanes)(pair & 0xffff0000));
+    }
   }
 }
 
-template <typename KV>
-void read_keys(const Rows<KV>& rows, int64_t H, Scratch& scratch) {
+template <bool is_paired, typename KV>
+void read_keys(const Rows<KV>& rows, int64_t offset, int64_t H, Scratch& scratch) {
   for (int64_t group = 0; group < kBlock; group += kLanes) {
     const int64_t num_keys = std::clamp<int64_t>(rows.num_keys - group, 0, kLanes);
     const KV* keys[kLanes];
     const auto at = [&](int64_t h) {
-      for (int64_t s = 0; s < num_keys; ++s) keys[s] = rows.keys[group + s] + h;
-      return scratch.keys_HS + h * kBlock + group;
+      for (int64_t s = 0; s < num_keys; ++s) keys[s] = rows.keys[group + s] + offset + h;
+      return scratch.keys_HS + (is_paired ? h / 2 : h) * kBlock + group;
     };
     int64_t h = 0;
     if constexpr (sizeof(KV) == 2) {
       for (; h + 2 * kLanes <= H; h += 2 * kLanes) {
         float* to = at(h);
-        read_wide_tile(keys, num_keys, to);
+        read_wide_tile<is_paired>(keys, num_keys, to);
       }
     }
     for (; h < H; h += kLanes) {
@@ -120,28 +131,35 @@ void read_keys(const Rows<KV>& rows, int64_t H, Scratch& scratch) {
 }
 
 template <typename KV>
-void read_values(const Rows<KV>& rows, int64_t H, Scratch& scratch) {
+void read_values(const Rows<KV>& rows, int64_t offset, int64_t H, Scratch& scratch) {
   for (int64_t s = 0; s < rows.num_keys; ++s) {
     for (int64_t h = 0; h < H; h += kLanes) {
-      store(scratch.values_SH + s * H + h, load(rows.values[s] + h));
+      store(scratch.values_SH + s * H + h, load(rows.values[s] + offset + h));
     }
   }
 }
 
 // Scores of `num` queries from m on: weights_MS = scale * q . k, capped.
-template <int num, typename KV>
+template <int num, bool is_paired, typename KV>
 void score(const Call& call, int64_t m, Ahead<KV>& ahead, Scratch& scratch) {
   Lanes sums[num][kGroups] = {};
-  const float* q = scratch.q_MH.data() + m * call.H;
-  for (int64_t h = 0; h < call.H; ++h) {
+  const int64_t len = is_paired ? call.H / 2 : call.H;
+  const float* q = scratch.q_MH.data() + m * len;
+  for (int64_t h = 0; h < len; ++h) {
     const float* keys = scratch.keys_HS + h * kBlock;
     const Lanes low = load(keys), high = load(keys + kLanes);
-    for (size_t line = 0; line < sizeof(KV) / 2; ++line) ahead.fetch_line();
+    for (size_t line = 0; line < (is_paired ? 2 : sizeof(KV) / 2); ++line) ahead.fetch_line();
 #pragma GCC unroll 4
     for (int i = 0; i < num; ++i) {
-      const float factor = q[i * call.H + h];
-      sums[i][0] += factor * low;
-      sums[i][1] += factor * high;
+      const float factor = q[i * len + h];
+      if constexpr (is_paired) {
+        const auto pair = std::bit_cast<uint32_t>(factor);
+        sums[i][0] = add_pair_products(sums[i][0], low, pair);
+        sums[i][1] = add_pair_products(sums[i][1], high, pair);
+      } else {
+        sums[i][0] += factor * low;
+        sums[i][1] += factor * high;
+      }
     }
   }
   for (int i = 0; i < num; ++i) {
@@ -173,21 +191,21 @@ void take_scores(const Call& call, int64_t m, int64_t first, int64_t last, Scrat
   const float old_top = scratch.top_M[m];
   float new_top = largest_of(top);
   new_top = new_top > old_top ? new_top : old_top;
-  float total = 0;
+  Lanes total{};
   for (int64_t group = 0; group < kGroups; ++group) {
     // A NaN among the scores stays one: it is this sequence's own.
     const Lanes weight = select(is_seen[group], exp_of_negative(scores[group] - new_top), Lanes{});
     store(weights + group * kLanes, weight);
-    total += sum_of(weight);
+    total += weight;
   }
   if (new_top != old_top) {
-    const float shrink = std::exp(old_top - new_top);
-    scratch.total_M[m] *= shrink;
+    const Lanes shrink = exp_of_negative(fill(old_top - new_top));
+    scratch.total_M[m] *= shrink[0];
     float* sums = scratch.sum_MH.data() + m * call.H;
     for (int64_t h = 0; h < call.H; h += kLanes) store(sums + h, shrink * load(sums + h));
     scratch.top_M[m] = new_top;
   }
-  scratch.total_M[m] += total;
+  scratch.total_M[m] += sum_of(total);
 }
 
 // Adds the block's values to the weighted sums of `num` queries, `width` lanes of the head at once.
@@ -228,94 +246,136 @@ void add_values(const Call& call, int64_t m, int64_t num_keys, const Value* cons
 }
 
 template <typename Value, typename KV>
-void add_values(const Call& call, int64_t M, int64_t num_keys, const Value* const values[kBlock],
-                Ahead<KV> ahead, Scratch& scratch) {
-  int64_t m = 0;
-  for (; m + 4 <= M; m += 4) add_values<4>(call, m, num_keys, values, ahead, scratch);
-  if (m + 3 == M) return add_values<3>(call, m, num_keys, values, ahead, scratch);
-  if (m + 2 == M) return add_values<2>(call, m, num_keys, values, ahead, scratch);
-  if (m + 1 == M) return add_values<1>(call, m, num_keys, values, ahead, scratch);
+void add_values(const Call& call, int64_t m, int64_t end, int64_t num_keys,
+                const Value* const values[kBlock], Ahead<KV>& ahead, Scratch& scratch) {
+  for (; m + 4 <= end; m += 4) add_values<4>(call, m, num_keys, values, ahead, scratch);
+  if (m + 3 == end) return add_values<3>(call, m, num_keys, values, ahead, scratch);
+  if (m + 2 == end) return add_values<2>(call, m, num_keys, values, ahead, scratch);
+  if (m + 1 == end) return add_values<1>(call, m, num_keys, values, ahead, scratch);
 }
 
-// One row of queries and one KV head, which G = N / K query heads share.
-template <typename Query, typename KV>
-void attend(const Call& call, const Query* q_XQNH, const KV* kv_C2KRH, Query* out_XQNH, int64_t x,
-            int64_t k) {
-  static thread_local Scratch scratch;
-  const int64_t H = call.H, G = call.N / call.K, num_queries = call.q_lens_X[x], M = num_queries * G;
-  Query* out_QNH = out_XQNH + x * call.Q * call.N * H;
-  for (int64_t q = num_queries; q < call.Q; ++q) {
-    std::memset((void*)(out_QNH + (q * call.N + k * G) * H), 0, G * H * sizeof(Query));
-  }
-  if (num_queries == 0) return;
-  scratch.q_MH.resize(M * H);
-  scratch.weights_MS.resize(M * kBlock);
-  scratch.sum_MH.assign(M * H, 0);
-  scratch.top_M.assign(M, kLowest);
-  scratch.total_M.assign(M, 0);
-  const Query* q_QNH = q_XQNH + x * call.Q * call.N * H;
-  for (int64_t q = 0; q < num_queries; ++q) {
-    for (int64_t i = 0; i < G * H; i += kLanes) {
-      store(scratch.q_MH.data() + q * G * H + i, load(q_QNH + (q * call.N + k * G) * H + i));
+// Scores of queries [m, end), which are a head's, with a block.
+template <bool is_paired, typename KV>
+void score(const Call& call, int64_t m, int64_t end, Ahead<KV>& ahead, Scratch& scratch) {
+  for (; m + 4 <= end; m += 4) score<4, is_paired>(call, m, ahead, scratch);
+  if (m + 3 == end) return score<3, is_paired>(call, m, ahead, scratch);
+  if (m + 2 == end) return score<2, is_paired>(call, m, ahead, scratch);
+  if (m + 1 == end) return score<1, is_paired>(call, m, ahead, scratch);
+}
+
+// KV heads [first, first + num), each of which G = N / K query heads share.
+struct Heads {
+  int64_t first, num;
+};
+
+// Copies a row's queries, head by head, into the scratch.
+template <typename Query, bool is_paired>
+void read_queries(const Call& call, const Query* q_QNH, int64_t num_queries, Heads heads,
+                  Scratch& scratch) {
+  const int64_t G = call.N / call.K, len = G * call.H;
+  float* to = scratch.q_MH.data();
+  for (int64_t k = heads.first; k < heads.first + heads.num; ++k) {
+    for (int64_t q = 0; q < num_queries; ++q) {
+      const Query* from = q_QNH + (q * call.N + k * G) * call.H;
+      if constexpr (is_paired) {
+        std::memcpy(to, from, len * sizeof(Query));
+        to += len / 2;
+      } else {
+        for (int64_t i = 0; i < len; i += kLanes) store(to + i, load(from + i));
+        to += len;
+      }
     }
   }
+}
+
+// One row of queries with some heads. Keys and queries of bfloat16 are multiplied as they come
+// (is_paired), others as float32.
+template <typename Query, typename KV, bool is_paired>
+void attend(const Call& call, const Query* q_XQNH, const KV* kv_C2KRH, Query* out_XQNH, int64_t x,
+            Heads heads) {
+  static thread_local Scratch scratch;
+  const int64_t H = call.H, G = call.N / call.K, num_queries = call.q_lens_X[x];
+  const int64_t M = num_queries * G;  // of a head
+  Query* out_QNH = out_XQNH + x * call.Q * call.N * H;
+  for (int64_t q = num_queries; q < call.Q; ++q) {
+    Query* out = out_QNH + (q * call.N + heads.first * G) * H;
+    std::memset((void*)out, 0, heads.num * G * H * sizeof(Query));
+  }
+  if (num_queries == 0) return;
+  scratch.q_MH.resize(heads.num * M * H);
+  scratch.weights_MS.resize(heads.num * M * kBlock);
+  scratch.sum_MH.assign(heads.num * M * H, 0);
+  scratch.top_M.assign(heads.num * M, kLowest);
+  scratch.total_M.assign(heads.num * M, 0);
+  read_queries<Query, is_paired>(call, q_XQNH + x * call.Q * call.N * H, num_queries, heads, scratch);
   const int64_t start = call.q_starts_X[x], end = start + num_queries;
   const int64_t first_key = call.window ? std::max<int64_t>(0, start - call.window + 1) : 0;
   const int32_t* pages = call.page_table_XP + x * call.P;
   const int64_t slab = call.R * H;  // numbers of a page's K or V of one head
-  const auto find_rows = [&](int64_t block) {
-    Rows<KV> rows;
+  const auto find_rows = [&](int64_t block, Rows<KV>& rows) {
     rows.num_keys = std::clamp<int64_t>(end - block, 0, kBlock);
+    int64_t page = block / call.R, row = block % call.R;
     for (int64_t s = 0; s < rows.num_keys; ++s) {
-      const int64_t position = block + s, page = pages[position / call.R];
-      rows.keys[s] = kv_C2KRH + (page * 2 * call.K + k) * slab + position % call.R * H;
+      rows.keys[s] = kv_C2KRH + (int64_t(pages[page]) * 2 * call.K + heads.first) * slab + row * H;
       rows.values[s] = rows.keys[s] + call.K * slab;
+      if (++row == call.R) row = 0, ++page;
     }
-    return rows;
   };
   int64_t block = first_key / kBlock * kBlock;
-  Rows<KV> next = find_rows(block);
-  for (; block < end; block += kBlock) {
-    const Rows<KV> rows = next;
-    next = find_rows(block + kBlock);
-    read_keys(rows, H, scratch);
-    Ahead<KV> keys_ahead(next.keys, next.num_keys, H);
-    const Ahead<KV> values_ahead(next.values, next.num_keys, H);
-    int64_t m = 0;
-    for (; m + 4 <= M; m += 4) score<4>(call, m, keys_ahead, scratch);
-    if (m + 3 == M) score<3>(call, m, keys_ahead, scratch);
-    if (m + 2 == M) score<2>(call, m, keys_ahead, scratch);
-    if (m + 1 == M) score<1>(call, m, keys_ahead, scratch);
-    for (m = 0; m < M; ++m) {
-      const int64_t position = start + m / G;
-      const int64_t last = std::min(rows.num_keys, position + 1 - block);
-      const int64_t first = call.window ? std::max<int64_t>(0, position - call.window + 1 - block) : 0;
-      take_scores(call, m, first, last, scratch);
+  Rows<KV> blocks[2];
+  find_rows(block, blocks[0]);
+  for (int64_t turn = 0; block < end; block += kBlock, turn = !turn) {
+    const Rows<KV>& rows = blocks[turn];
+    Rows<KV>& next = blocks[!turn];
+    find_rows(block + kBlock, next);
+    Ahead<KV> keys_ahead(next.keys, next.num_keys, H, heads.num, slab);
+    for (int64_t k = 0; k < heads.num; ++k) {
+      read_keys<is_paired>(rows, k * slab, H, scratch);
+      score<is_paired>(call, k * M, (k + 1) * M, keys_ahead, scratch);
     }
-    if (M <= 4) {  // converted as they are read; of more queries, once for all of them
-      add_values(call, M, rows.num_keys, rows.values, values_ahead, scratch);
-    } else {
-      read_values(rows, H, scratch);
-      const float* values[kBlock];
-      for (int64_t s = 0; s < rows.num_keys; ++s) values[s] = scratch.values_SH + s * H;
-      add_values(call, M, rows.num_keys, values, values_ahead, scratch);
+    for (int64_t m = 0; m < heads.num * M;) {
+      for (int64_t position = start; position < end; ++position) {
+        const int64_t last = std::min(rows.num_keys, position + 1 - block);
+        const int64_t first = call.window ? std::max<int64_t>(0, position - call.window + 1 - block) : 0;
+        for (int64_t g = 0; g < G; ++g) take_scores(call, m++, first, last, scratch);
+      }
+    }
+    Ahead<KV> values_ahead(next.values, next.num_keys, H, heads.num, slab);
+    for (int64_t k = 0; k < heads.num; ++k) {
+      if (M <= 4) {  // converted as they are read; of more queries, once for all of them
+        const KV* values[kBlock];
+        for (int64_t s = 0; s < rows.num_keys; ++s) values[s] = rows.values[s] + k * slab;
+        add_values(call, k * M, (k + 1) * M, rows.num_keys, values, values_ahead, scratch);
+      } else {
+        read_values(rows, k * slab, H, scratch);
+        const float* values[kBlock];
+        for (int64_t s = 0; s < rows.num_keys; ++s) values[s] = scratch.values_SH + s * H;
+        add_values(call, k * M, (k + 1) * M, rows.num_keys, values, values_ahead, scratch);
+      }
     }
   }
-  for (int64_t m = 0; m < M; ++m) {
+  for (int64_t m = 0; m < heads.num * M; ++m) {
     const float total = scratch.total_M[m];
     const Lanes factor = fill(total == 0 ? 0 : 1 / total);
-    Query* out = out_QNH + (m / G * call.N + k * G + m % G) * H;
+    const int64_t k = heads.first + m / M, q = m % M / G;
+    Query* out = out_QNH + (q * call.N + k * G + m % G) * H;
     for (int64_t h = 0; h < H; h += kLanes) {
       store(out + h, factor * load(scratch.sum_MH.data() + m * H + h));
     }
   }
 }
 
-template <typename Query, typename KV>
+template <typename Query, typename KV, bool is_paired = false>
 void attend_all(const Call& call, const void* q, const void* kv, void* out) {
-  Team::get().run(call.X * call.K, [&](int64_t item) {
-    attend(call, static_cast<const Query*>(q), static_cast<const KV*>(kv), static_cast<Query*>(out),
-           item / call.K, item % call.K);
+  const int64_t num_wanted = kItemsPerThread * Team::get().num_threads();
+  const int64_t num_splits = std::clamp<int64_t>((num_wanted + call.X - 1) / call.X, 1, call.K);
+  const int64_t width = (call.K + num_splits - 1) / num_splits;
+  const int64_t items_per_row = (call.K + width - 1) / width;
+  Team::get().run(call.X * items_per_row, [&](int64_t item) {
+    const int64_t first = item % items_per_row * width;
+    attend<Query, KV, is_paired>(call, static_cast<const Query*>(q), static_cast<const KV*>(kv),
+                                 static_cast<Query*>(out), item / items_per_row,
+                                 {first, std::min(width, call.K - first)});
   });
 }
 
@@ -355,7 +415,9 @@ ffi::Error Attention(ffi::AnyBuffer q_XQNH, ffi::AnyBuffer kv_C2KRH,
   if (q_is_float && kv_is_float) attend_all<float, float>(call, queries, pool_data, out);
   if (q_is_float && !kv_is_float) attend_all<float, BFloat16>(call, queries, pool_data, out);
   if (!q_is_float && kv_is_float) attend_all<BFloat16, float>(call, queries, pool_data, out);
-  if (!q_is_float && !kv_is_float) {
+  if (!q_is_float && !kv_is_float && call.H % (2 * kLanes) == 0) {
+    attend_all<BFloat16, BFloat16, true>(call, queries, pool_data, out);
+  } else if (!q_is_float && !kv_is_float) {
     attend_all<BFloat16, BFloat16>(call, queries, pool_data, out);
   }
   return ffi::Error::Success();

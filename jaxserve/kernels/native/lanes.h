@@ -7,6 +7,10 @@
 #include <cstring>
 #include <utility>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace jaxserve {
 
 constexpr int64_t kLanes = 16;
@@ -28,9 +32,14 @@ inline Lanes load(const float* from) {
 }
 
 inline Lanes load(const BFloat16* from) {
+#ifdef __AVX512F__  // GCC 12 would take four instructions to widen them
+  const auto halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return (Lanes)((WordLanes)_mm512_cvtepu16_epi32(halves) << 16);
+#else
   HalfLanes halves;
   std::memcpy(&halves, from, sizeof halves);
   return (Lanes)(__builtin_convertvector(halves, WordLanes) << 16);
+#endif
 }
 
 inline void store(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof lanes); }
@@ -47,18 +56,47 @@ inline void store(BFloat16* to, Lanes lanes) {
 
 inline Lanes fill(float value) { return Lanes{} + value; }
 
+// Adds to each lane the products of its pair of bfloat16 numbers with another pair, the first of
+// which is in the low half.
+inline Lanes add_pair_products(Lanes sum, Lanes pairs, uint32_t factors) {
+#ifdef __AVX512BF16__
+  return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int32_t(factors)),
+                                 (__m512bh)pairs);
+#else
+  const WordLanes words = (WordLanes)pairs;
+  sum += std::bit_cast<float>(factors << 16) * (Lanes)(words << 16);
+  return sum + std::bit_cast<float>(factors & 0xffff0000) * (Lanes)(words & 0xffff0000);
+#endif
+}
+
 inline Lanes select(IntLanes condition, Lanes yes, Lanes no) {
   return (Lanes)((condition & (IntLanes)yes) | (~condition & (IntLanes)no));
 }
 
 inline Lanes larger(Lanes left, Lanes right) { return select(left > right, left, right); }
 
-// Lanes turned by `count`: lane i takes lane i + count.
+// Lanes of two: from 16 on a number is of the second.
+template <int32_t... lane>
+inline Lanes pick(Lanes first, Lanes second) {
+#ifdef __clang__
+  return __builtin_shufflevector(first, second, lane...);
+#else  // before version 12, GCC has this one alone
+  return __builtin_shuffle(first, second, IntLanes{lane...});
+#endif
+}
+
+constexpr auto kEachLane = std::make_integer_sequence<int32_t, kLanes>{};
+
+template <int count, int32_t... lane>
+inline Lanes turn(Lanes lanes, std::integer_sequence<int32_t, lane...>) {
+  return pick<((lane + count) % kLanes)...>(lanes, lanes);
+}
+
+// Lanes turned by `count`: lane i takes lane i + count. Element by element, a compiler would turn
+// them in memory.
 template <int count>
 inline Lanes turn(Lanes lanes) {
-  Lanes turned;
-  for (int lane = 0; lane < kLanes; ++lane) turned[lane] = lanes[(lane + count) % kLanes];
-  return turned;
+  return turn<count>(lanes, kEachLane);
 }
 
 inline float largest_of(Lanes lanes) {
@@ -92,16 +130,6 @@ inline Lanes exp_of_negative(Lanes x) {
   return select(is_tiny, Lanes{}, sum * (Lanes)power);
 }
 
-// Lanes of two: from 16 on a number is of the second.
-template <int32_t... lane>
-inline Lanes pick(Lanes first, Lanes second) {
-#ifdef __clang__
-  return __builtin_shufflevector(first, second, lane...);
-#else  // before version 12, GCC has this one alone
-  return __builtin_shuffle(first, second, IntLanes{lane...});
-#endif
-}
-
 // Exchanges, in each pair of rows `step` apart, the low row's lanes whose number has that bit with
 // the high row's whose number has not.
 template <int step, int32_t... lane>
@@ -117,11 +145,10 @@ inline void exchange(Lanes rows[kLanes], std::integer_sequence<int32_t, lane...>
 
 // Makes columns of sixteen rows.
 inline void transpose(Lanes rows[kLanes]) {
-  constexpr auto kEach = std::make_integer_sequence<int32_t, kLanes>{};
-  exchange<1>(rows, kEach);
-  exchange<2>(rows, kEach);
-  exchange<4>(rows, kEach);
-  exchange<8>(rows, kEach);
+  exchange<1>(rows, kEachLane);
+  exchange<2>(rows, kEachLane);
+  exchange<4>(rows, kEachLane);
+  exchange<8>(rows, kEachLane);
 }
 
 }  // namespace jaxserve
