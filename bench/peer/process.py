@@ -15,7 +15,7 @@ from typing import Any, Final, TextIO
 from bench.peer.absent import Absent
 from bench.peer.usage import busy_s, group_cpu_s, peak_bytes, reset_peaks
 
-TIMEOUT_S: Final = 600.0
+TIMEOUT_S: Final = 1800.0  # of a start that compiles, on a slow machine
 END_TIMEOUT_S: Final = 10.0
 
 

@@ -19,7 +19,7 @@ from bench.peer.usage import peak_bytes
 from bench.peer.variants import MAX_MODEL_TOKENS, Engine, Variant
 
 JAXSERVE: Final = "import sys; from jaxserve.cli.main import main; sys.exit(main())"
-READY_TIMEOUT_S: Final = 600.0
+READY_TIMEOUT_S: Final = 1800.0
 REPLAY_TIMEOUT_S: Final = 900.0
 WARM_UP: Final = 8  # requests
 # Why an engine has no part in the replay.

@@ -190,7 +190,7 @@ class Setup:
         """Builds its libraries and server for this machine's processor; some minutes."""
         name = "build-llama.cpp"
         self._call(name, [
-            python, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:",
+            python, "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python",
             "--dest", folder, LLAMACPP,
         ])  # fmt: skip
         (archive,) = folder.glob("*.tar.gz")

@@ -5,6 +5,7 @@ import pytest
 from bench.peer import report
 from bench.peer.report import Findings, Sample
 from bench.peer.variants import OURS
+from jaxserve.measure.report.figures import Table
 
 PEER = "llama.cpp BF16"
 
@@ -60,7 +61,7 @@ def test_the_table_has_a_row_for_each_variant_and_gaps_where_nothing_was_measure
 
 
 def test_a_table_as_text_is_aligned() -> None:
-    table = report.Table(head=("", "a"), rows=[("long name", "1"), ("x", "22")])
+    table = Table(head=("", "a"), rows=[("long name", "1"), ("x", "22")])
     assert report.tell(table) == "            a\nlong name   1\nx          22"
 
 
