@@ -13,7 +13,7 @@ from jaxserve.engine.waker import Waker
 from jaxserve.errors import JaxserveError
 from jaxserve.plan import TokenLogprobs
 
-BEHIND_TOKENS: Final = 8  # unread, of a stream whose reader gives way no more
+BEHIND_TOKENS: Final = 32  # unread, of a stream whose reader gives way no more
 
 # When a token counts as delivered: its reader has taken it, or has called `acknowledge`.
 Delivery = Literal["taken", "acknowledged"]
@@ -141,7 +141,10 @@ class Stream:
           index: the choice that it belongs to.
           logprobs: of this token; None where none are asked for.
         """
-        num_bytes = TOKEN_BYTES + (len(text.encode("utf-8", "surrogatepass")) if text else 0)
+        num_bytes = TOKEN_BYTES
+        if text:
+            is_ascii = text.isascii()
+            num_bytes += len(text) if is_ascii else len(text.encode("utf-8", "surrogatepass"))
         if logprobs is not None:
             num_bytes += logprobs_bytes((logprobs,))
         with self._lock:
