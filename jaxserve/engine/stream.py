@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Final, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 from jaxserve.engine.events import ChoiceFinished, Delta, Event, Finished, Started
 from jaxserve.engine.reader_account import ReaderAccount
@@ -12,8 +12,6 @@ from jaxserve.engine.unread import TOKEN_BYTES, Unread, UnreadTotal, logprobs_by
 from jaxserve.engine.waker import Waker
 from jaxserve.errors import JaxserveError
 from jaxserve.plan import TokenLogprobs
-
-BEHIND_TOKENS: Final = 32  # unread, of a stream whose reader gives way no more
 
 # When a token counts as delivered: its reader has taken it, or has called `acknowledge`.
 Delivery = Literal["taken", "acknowledged"]
@@ -248,9 +246,7 @@ class Stream:
             self._leave()
 
     def _give_way(self) -> None:
-        """Lets the engine go first, unless it has gone too far ahead: then it is to be slower."""
-        if sum(len(unread.token_ids) for unread in self._unread) < BEHIND_TOKENS:
-            self._waker.turn.give_way()
+        self._waker.turn.give_way(sum(len(unread.token_ids) for unread in self._unread))
 
     def _leave(self) -> None:
         self.cancel()
