@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Final, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 from jaxserve.engine.events import ChoiceFinished, Delta, Event, Finished, Started
 from jaxserve.engine.reader_account import ReaderAccount
@@ -12,8 +12,6 @@ from jaxserve.engine.unread import TOKEN_BYTES, Unread, UnreadTotal, logprobs_by
 from jaxserve.engine.waker import Waker
 from jaxserve.errors import JaxserveError
 from jaxserve.plan import TokenLogprobs
-
-BEHIND_TOKENS: Final = 8  # unread, of a stream whose reader gives way no more
 
 # When a token counts as delivered: its reader has taken it, or has called `acknowledge`.
 Delivery = Literal["taken", "acknowledged"]
@@ -141,7 +139,10 @@ class Stream:
           index: the choice that it belongs to.
           logprobs: of this token; None where none are asked for.
         """
-        num_bytes = TOKEN_BYTES + (len(text.encode("utf-8", "surrogatepass")) if text else 0)
+        num_bytes = TOKEN_BYTES
+        if text:
+            is_ascii = text.isascii()
+            num_bytes += len(text) if is_ascii else len(text.encode("utf-8", "surrogatepass"))
         if logprobs is not None:
             num_bytes += logprobs_bytes((logprobs,))
         with self._lock:
@@ -245,9 +246,7 @@ class Stream:
             self._leave()
 
     def _give_way(self) -> None:
-        """Lets the engine go first, unless it has gone too far ahead: then it is to be slower."""
-        if sum(len(unread.token_ids) for unread in self._unread) < BEHIND_TOKENS:
-            self._waker.turn.give_way()
+        self._waker.turn.give_way(sum(len(unread.token_ids) for unread in self._unread))
 
     def _leave(self) -> None:
         self.cancel()

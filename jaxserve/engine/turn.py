@@ -6,6 +6,7 @@ from typing import Final
 
 MAX_SLEEP_S: Final = 0.005  # however long a turn takes: what Python lets a thread have at once
 MIN_AWAKE_S: Final = 0.001  # between two sleeps: readers get on where the engine never rests
+BEHIND_TOKENS: Final = 32  # unread: with each so many more a reader is awake as long again
 
 
 class Turn:
@@ -13,7 +14,8 @@ class Turn:
 
     CPython gives its lock in turns to all who want it. Beside readers who always have something to
     do a step would take twice its time, and the device, whose next step it is to launch, would
-    wait. So a reader gives way before each event, and does its work while the engine waits.
+    wait. So a reader gives way before each event, and does its work while the engine waits. The
+    more it has not read, the less it gives way: the engine gets slower before readers are lost.
     """
 
     def __init__(self) -> None:
@@ -29,9 +31,16 @@ class Turn:
         """It is about to wait."""
         self._is_over.set()
 
-    def give_way(self) -> None:
-        """Returns when the turn is over, or after `MAX_SLEEP_S`; at once to who slept just now."""
-        if self._is_over.is_set() or time.monotonic() - self._awake_s < MIN_AWAKE_S:
+    def give_way(self, num_unread: int) -> None:
+        """Returns when the turn is over, or after `MAX_SLEEP_S`; at once to who slept just now.
+
+        Args:
+          num_unread: tokens of the stream that its reader has not taken.
+        """
+        if self._is_over.is_set():
+            return
+        min_awake_s = MIN_AWAKE_S * (1 + num_unread // BEHIND_TOKENS)
+        if time.monotonic() - self._awake_s < min_awake_s:
             return
         self._is_over.wait(MAX_SLEEP_S)
         self._awake_s = time.monotonic()

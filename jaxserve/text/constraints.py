@@ -76,6 +76,7 @@ class Constraints:
             bad_words=BadWords(words) if words else None,
             grammar=None if structured is None else self._open_grammar(structured),
             vocab_size=self._vocab_size,
+            everything=self._everything,
         )
 
     def close(self) -> None:
@@ -134,9 +135,11 @@ class Constraint:
         bad_words: BadWords | None,
         grammar: Grammar | None,
         vocab_size: int,
+        everything: TokenMask,
     ) -> None:
         """Args:
         allowed: all that may ever come, what ends the output too; of the padded vocabulary.
+        everything: of the vocabulary.
         eos: nothing set where EOS does not end the output.
         not_ends: all but what ends the output.
         """
@@ -146,17 +149,23 @@ class Constraint:
         if bad_words is not None:
             _clear(self._allowed, bad_words.always)
         self._num_real_words = -(-vocab_size // WORD_BITS)
+        self._is_grammar_alone = bad_words is None and allowed is everything
         self._num_tokens = 0
         self._tail: list[int] = []
-        self._mask = np.zeros_like(allowed)
+        self._set_mask(np.zeros_like(allowed))
 
     def fork(self) -> "Constraint":
         """Returns a copy for another choice with the same output so far."""
         fork = copy.copy(self)
         fork._grammar = None if self._grammar is None else self._grammar.fork()
         fork._tail = list(self._tail)
-        fork._mask = np.zeros_like(self._mask)
+        fork._set_mask(np.zeros_like(self._mask))
         return fork
+
+    def _set_mask(self, mask: TokenMask) -> None:
+        self._mask = mask
+        real = mask[: self._num_real_words]
+        self._address, self._num_bytes = real.ctypes.data, real.nbytes  # slow to ask for each time
 
     def advance(self, token_id: int) -> None:
         """Read a token of the output.
@@ -186,7 +195,9 @@ class Constraint:
             return mask
         else:
             mask[:] = 0
-            self._grammar.fill(mask[: self._num_real_words])
+            self._grammar.fill(self._address, self._num_bytes)
+            if self._is_grammar_alone:
+                return mask
             np.bitwise_and(mask, self._allowed, out=mask)
         if self._bad_words is not None:
             _clear(mask, self._bad_words.find_banned(self._tail))

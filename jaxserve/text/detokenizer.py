@@ -44,9 +44,13 @@ class Detokenizer:
         self._skipped = skipped - kept_special_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._separator = b""
+        self._is_joined = not (kept_special_ids or tokenizer.separator)  # bytes behind bytes
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Returns the text that these ids complete; unknown ids give none."""
+        if self._is_joined and not self._opens_with:  # as nearly always
+            skipped, spell = self._skipped, self._tokenizer.token_bytes
+            return self._decoder.decode(b"".join([spell(i) for i in token_ids if i not in skipped]))
         texts: list[str] = []
         pieces: list[bytes] = []
         for token_id in token_ids:

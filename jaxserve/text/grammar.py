@@ -6,7 +6,6 @@ from collections.abc import Collection
 from typing import Final
 
 from jaxserve.errors import BadGrammarError
-from jaxserve.plan import TokenMask
 from jaxserve.text.grammar_compiler import GrammarCompiler, explain
 
 MAX_ANEW_S: Final = 0.05  # the engine's thread waits for it
@@ -63,22 +62,23 @@ class Grammar:
             self._start_anew()
         self._spend(time.thread_time() - started_s)
 
-    def fill(self, words: TokenMask) -> None:
+    def fill(self, address: int, num_bytes: int) -> None:
         """Write which tokens may come next, EOS where the output is complete; never nothing.
 
         Args:
-          words: as many as the vocabulary needs without padding.
+          address: of the first word of a `TokenMask`.
+          num_bytes: of as many words as the vocabulary needs without padding.
 
         Raises:
           BadGrammarError: nothing can come next, or finding out costs too much.
         """
         self._left_s = min(SAVED_S, self._left_s + TOKEN_S)
         started_s = time.thread_time()
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
         self._spend(time.thread_time() - started_s)
         if self._matcher.is_error():
             self._start_anew()
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
             if self._matcher.is_error():
                 raise self._refusal()
 

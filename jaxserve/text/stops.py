@@ -1,10 +1,9 @@
 """Finds stop strings in text that arrives in pieces."""
 
-import dataclasses
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(slots=True, frozen=True)
-class StopOutput:
+class StopOutput(NamedTuple):
     """What one push released.
 
     Attributes:

@@ -1,6 +1,7 @@
 """Readers of streams give way to the engine's thread, and are not kept from reading."""
 
 import threading
+import time
 
 import pytest
 
@@ -11,7 +12,7 @@ LONG_S = 60.0
 
 
 def _give_way(turn: Turn) -> threading.Thread:
-    thread = threading.Thread(target=turn.give_way, daemon=True)
+    thread = threading.Thread(target=turn.give_way, args=(0,), daemon=True)
     thread.start()
     return thread
 
@@ -51,6 +52,19 @@ def test_a_turn_that_lasts_holds_nobody_up_for_long(
     assert not thread.is_alive()
 
 
+def test_the_more_is_unread_the_longer_a_reader_is_awake(
+    turn: Turn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "MIN_AWAKE_S", LONG_S)
+    monkeypatch.setattr(turns, "MAX_SLEEP_S", 0.0)
+    since_s = turn._awake_s = time.monotonic() - 2.5 * LONG_S
+    turn.begin()
+    turn.give_way(2 * turns.BEHIND_TOKENS)
+    assert turn._awake_s == since_s
+    turn.give_way(2 * turns.BEHIND_TOKENS - 1)
+    assert turn._awake_s > since_s
+
+
 def test_who_slept_just_now_goes_on_though_the_turn_lasts(
     turn: Turn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +72,7 @@ def test_who_slept_just_now_goes_on_though_the_turn_lasts(
     monkeypatch.setattr(turns, "MAX_SLEEP_S", 0.0)
     turn._awake_s = -LONG_S * LONG_S
     turn.begin()
-    turn.give_way()  # a sleep of no time
+    turn.give_way(0)  # a sleep of no time
     monkeypatch.setattr(turns, "MAX_SLEEP_S", LONG_S)
     thread = _give_way(turn)
     thread.join(LONG_S / 2)
