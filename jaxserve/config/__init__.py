@@ -7,6 +7,7 @@ from jaxserve.config.load import (
     find_problems,
     load_config,
     read_cxx,
+    read_xla_flags,
     resolve_config,
 )
 from jaxserve.config.sections import (
@@ -69,5 +70,6 @@ __all__ = [
     "is_loopback",
     "load_config",
     "read_cxx",
+    "read_xla_flags",
     "resolve_config",
 ]

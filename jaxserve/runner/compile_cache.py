@@ -19,15 +19,16 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def persistent_cache(root: Path | None) -> Iterator[None]:
-    """Has JAX keep what is compiled inside, however small, in a versioned folder under `root`.
+def persistent_cache(root: Path | None) -> Iterator[CacheEntries | None]:
+    """Has JAX keep what is compiled inside, however small, in a versioned folder under `root`, and
+    yields the folder's entries; None where there are none.
 
     A folder that cannot be used is a warning, never an error; so is an entry that cannot be read
     or kept (`CacheEntries`). JAX's own settings hold again afterwards.
     """
     folder = _usable_folder(root) if root else None
     if folder is None:
-        yield
+        yield None
         return
     settings = {
         "jax_compilation_cache_dir": str(folder),
@@ -37,9 +38,10 @@ def persistent_cache(root: Path | None) -> Iterator[None]:
     }
     before = {name: getattr(jax.config, name) for name in settings}
     _apply(settings)
-    CacheEntries(folder).install()
+    entries = CacheEntries(folder)
+    entries.install()
     try:
-        yield
+        yield entries
     finally:
         _apply(before)
 
