@@ -116,6 +116,7 @@ def attention_block(
         scale=config.scale,
         window=layer_config.window,
         soft_cap=config.attention_soft_cap,
+        split_len=kernels.split_len,
         impl=kernels.attention,
     )
     # Flattened by hand: given two axes to sum over, XLA:CPU turns them round and copies the weight.
