@@ -65,9 +65,9 @@ def invariant(request: pytest.FixtureRequest) -> Runner:
 class Book:
     """The bits of what was computed, by the tokens they may depend on."""
 
-    bits: dict[tuple[object, ...], object] = dataclasses.field(default_factory=dict)
+    bits: dict[tuple[str, tuple[int | None, ...]], object] = dataclasses.field(default_factory=dict)
     num_compared: int = 0
-    different: set[tuple[object, ...]] = dataclasses.field(default_factory=set)
+    different: set[tuple[str, tuple[int | None, ...]]] = dataclasses.field(default_factory=set)
 
     def compare(self, kind: str, tokens: tuple[int | None, ...], bits: object) -> None:
         key = (kind, tokens)
