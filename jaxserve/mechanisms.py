@@ -8,7 +8,7 @@ a pair nobody has looked at is refused when a configuration is checked, never tr
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from jaxserve.config import Config
@@ -26,6 +26,7 @@ class Mechanism:
       counters: samples of `metrics.py`: each above 0 after a run that could use it, 0 while off.
       in_baseline: kept on by configs/baseline.toml, because serving is not sane without it.
       needs: the mechanism without which it does nothing.
+      platform: the kind of device without which it does nothing; None is any.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Mechanism:
     counters: tuple[str, ...]
     in_baseline: bool = False
     needs: str | None = None
+    platform: Literal["gpu"] | None = None
 
     def is_on(self, config: Config) -> bool:
         """Whether `config` turns it on."""
@@ -125,11 +127,34 @@ MECHANISMS = (
         counters=("host_tier_pages_out_total", "host_tier_pages_in_total"),
         needs="prefix_cache",
     ),
+    Mechanism(
+        name="command_buffers",
+        purpose="A program is replayed as one CUDA graph, not launched kernel by kernel.",
+        key="runner.command_buffers",
+        on="auto",
+        off="off",
+        counters=("captured_steps_total",),
+        platform="gpu",
+    ),
+    Mechanism(
+        name="batch_invariant",
+        purpose="A token's numbers depend on nothing but its own sequence, bit for bit.",
+        key="runner.batch_invariant",
+        on=True,
+        off=False,
+        counters=("batch_invariant_steps_total",),
+    ),
 )
 
 
 def _works(first: str, second: str, note: str) -> tuple[frozenset[str], Pair]:
     return frozenset((first, second)), Pair(verdict="works", note=note)
+
+
+def _works_with(name: str, **notes: str) -> Iterator[tuple[frozenset[str], Pair]]:
+    """Yields the pairs of a mechanism with others, by their names."""
+    for other, note in notes.items():
+        yield _works(name, other, note)
 
 
 PAIRS: Mapping[frozenset[str], Pair] = dict(
@@ -244,6 +269,30 @@ PAIRS: Mapping[frozenset[str], Pair] = dict(
             "host_tier",
             "prefix_cache",
             "Host memory continues the cache's tree: the same keys, identities and comparisons.",
+        ),
+        *_works_with(
+            "command_buffers",
+            continuous_batching="Rows that join are data of a graph, not its shape.",
+            on_demand_pages="Page tables are data of a graph, too.",
+            chunked_prefill="Each shape with a chunk is a graph of its own.",
+            overlap="A graph waits for the one before it on the device, as a kernel does.",
+            buckets="There is a graph for each compiled shape.",
+            prefix_cache="Copies of pages are programs of their own, before the step's graphs.",
+            prefix_order="The order is in no program.",
+            host_tier="Its two programs are too small for a graph and are launched as they are.",
+        ),
+        *_works_with(
+            "batch_invariant",
+            continuous_batching="Who joins changes nobody's numbers: that is what it is for.",
+            on_demand_pages="Where a page lies is in no sum, and what a preemption computes again "
+            "is the same bit for bit.",
+            chunked_prefill="Each token is an attention row of its own, wherever a prompt is cut.",
+            overlap="What is launched early computes the same.",
+            buckets="There is one bucket: nothing is left to choose, and no step counts as theirs.",
+            prefix_cache="What is reused is what would be computed, bit for bit.",
+            prefix_order="The order of starts is in no sum.",
+            host_tier="Copies are exact.",
+            command_buffers="A graph replays the same kernels.",
         ),
     ]
 )

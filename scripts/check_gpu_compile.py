@@ -9,7 +9,8 @@ XLA's GPU pipeline needs no device and no driver, only its plugin, in a venv of 
         nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime
 
 Checked of each program: the pool is updated in place (alias bytes), temporaries hold no copy of it,
-and all it does is inside one command buffer, XLA's form of a captured graph. What a real GPU would
+all it does is inside one command buffer, XLA's form of a captured graph, and what the metrics say
+of that (jaxserve/runner/capture.py) is what XLA's own dump says. What a real GPU would
 choose by autotuning is not checked, and no time is measured. Kernels: scripts/check_gpu_kernels.py.
 """
 
@@ -28,6 +29,7 @@ from jaxserve.kernels.choice import Kernels
 from jaxserve.kernels.paged_attention import Impl
 from jaxserve.model.config import MAX_EOS_IDS
 from jaxserve.runner.buckets import build_scheme
+from jaxserve.runner.capture import read_capture
 from jaxserve.runner.programs import (
     ProgramKey,
     compiler_options,
@@ -69,6 +71,8 @@ def build_spec(
         max_ban_ids=config.limits.max_stop_token_ids + MAX_EOS_IDS,
         max_logprobs=config.limits.max_logprobs,
         kernels=Kernels(attention=attention),
+        batch_invariant=False,
+        command_buffers=True,
     )
     return spec, program_keys(spec, scheme, has_host_tier=True)
 
@@ -83,22 +87,25 @@ def check_program(key: ProgramKey, mesh: jax.sharding.Mesh, pool_bytes: int) -> 
     h200.clear_dump()
     started_s = time.monotonic()
     with jax.set_mesh(mesh):
-        compiled = lower(key, h200.place_on(mesh)).compile(compiler_options("gpu"))
+        compiled = lower(key, h200.place_on(mesh)).compile(compiler_options(key.spec, "gpu"))
     seconds = time.monotonic() - started_s
     memory = compiled.memory_analysis()
     assert memory is not None, "XLA:GPU always has one"
     thunks = top_level_thunks(MODULES[key.kind])
+    capture = read_capture(compiled.as_text() or "")
+    is_read = capture.num_graphs == thunks.count("kCommandBuffer")
     outside = [kind for kind in thunks if kind != "kCommandBuffer"]
     has_pool = key.kind in ("forward", "page_copy", "page_in")
     is_in_place = not has_pool or memory.alias_size_in_bytes >= pool_bytes
     is_small = memory.temp_size_in_bytes < pool_bytes / 2
     # a graph of one kernel gains nothing
     is_captured = thunks in (["kCommandBuffer"], ["kKernel"])
-    is_good = is_in_place and is_small and is_captured
+    is_good = is_in_place and is_small and is_captured and is_read
     print(
         f"  {key.name:22} {'ok   ' if is_good else 'FAULT'} "
         f"temp {memory.temp_size_in_bytes / 2**20:7.1f} MiB, in place {is_in_place}, "
-        f"{thunks.count('kCommandBuffer')} command buffers, "
+        f"{thunks.count('kCommandBuffer')} command buffers"
+        f"{'' if is_read else f' (read as {capture.num_graphs})'}, "
         f"outside: {', '.join(sorted(set(outside))) or 'nothing'}, {seconds:.1f} s",
         flush=True,
     )

@@ -4,6 +4,7 @@ import itertools
 import typing
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxserve.config import Config, load_config
@@ -21,6 +22,8 @@ from jaxserve.mechanisms import (
 from jaxserve.metrics import Metrics
 from jaxserve.plan import Runner, StepLimits
 from jaxserve.request import GenerationRequest, SamplingParams
+from jaxserve.runner import programs
+from jaxserve.runner.capture import Capture
 from jaxserve.runner.runner import Runner as DeviceRunner
 from tests.fakes import FakeRunner, build_byte_tokenizer
 from tests.runner.driver import CONFIG, MODEL, tiny_params
@@ -35,6 +38,9 @@ NOT_MECHANISMS = {
     "model.tool_parser", "model.reasoning_parser", "server.page", "server.reflection",
     "server.vllm_engine", "auth.allow_open",
 }  # fmt: skip
+OFF_BY_DEFAULT = ("prefix_order", "host_tier", "batch_invariant")
+# Those that a runner without a device does not have, or that need a workload of their own.
+ELSEWHERE = ("buckets", "host_tier", "prefix_order", "command_buffers", "batch_invariant")
 SPARE = Mechanism(
     name="spare",
     purpose="A mechanism that exists only here.",
@@ -83,7 +89,7 @@ def test_every_pair_of_the_table_is_known_and_nothing_else_is() -> None:
 
 def test_the_defaults_and_the_shipped_files_pass_the_check() -> None:
     assert check_mechanisms(Config()) == tuple(
-        row for row in MECHANISMS if row.name not in ("host_tier", "prefix_order")
+        row for row in MECHANISMS if row.name not in OFF_BY_DEFAULT
     )
     for path in CONFIGS.glob("*.toml"):
         check_mechanisms(load_config(path))
@@ -95,7 +101,9 @@ def test_the_baseline_turns_off_every_optional_row() -> None:
 
 
 def test_all_of_them_work_together() -> None:
-    flags = {"host_tier.enabled": True, "scheduler.prefix_order": True}
+    flags = {
+        "host_tier.enabled": True, "scheduler.prefix_order": True, "runner.batch_invariant": True
+    }  # fmt: skip
     assert check_mechanisms(load_config(flags=flags)) == MECHANISMS
 
 
@@ -172,11 +180,11 @@ def run_on_fake(config: Config) -> Metrics:
     return metrics
 
 
-def run_on_device(*, overlap: bool, capture: bool) -> Metrics:
+def run_on_device(*, capture: bool = True, **runner: object) -> Metrics:
     """Runs the workload on the real runner; its programs are those of tests/runner."""
     config = CONFIG.model_copy(
         update={
-            "runner": CONFIG.runner.model_copy(update={"overlap": overlap}),
+            "runner": CONFIG.runner.model_copy(update=runner),
             "buckets": CONFIG.buckets.model_copy(update={"capture": capture}),
         }
     )
@@ -187,7 +195,7 @@ def run_on_device(*, overlap: bool, capture: bool) -> Metrics:
 
 @pytest.mark.parametrize(
     "mechanism",
-    [row for row in MECHANISMS if row.name not in ("buckets", "host_tier", "prefix_order")],
+    [row for row in MECHANISMS if row.name not in ELSEWHERE],
     ids=lambda row: row.name,
 )
 def test_a_mechanism_counts_while_on_and_not_while_off(mechanism: Mechanism) -> None:
@@ -257,6 +265,34 @@ def test_the_host_tier_counts_on_the_device_while_on_and_not_while_off() -> None
         run_workload(chosen, runner, metrics, num_rounds=2)
         for counter in mechanism.counters:
             assert (metrics.total(counter) > 0) is is_on
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_batch_invariance_counts_on_the_device_while_on_and_not_while_off(is_on: bool) -> None:
+    metrics = run_on_device(batch_invariant=is_on)
+    steps = metrics.total("steps_total")
+    assert metrics.total("batch_invariant_steps_total") == (steps if is_on else 0)
+    assert (metrics.total("bucketed_steps_total") > 0) is not is_on
+
+
+@pytest.mark.parametrize(
+    ("switch", "num_outside", "is_counted"),
+    [("auto", 0, True), ("auto", 1, False), ("off", 0, False)],
+)
+def test_command_buffers_count_where_a_gpus_programs_are_graphs_and_not_while_off(
+    switch: str, num_outside: int, is_counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    told = Capture(num_graphs=1, num_operations=50, num_outside=num_outside)
+    monkeypatch.setattr(programs, "read_capture", lambda text: told)
+    metrics = run_on_device(command_buffers=switch, attention="xla", matmul="xla")
+    assert metrics.total("steps_total") > 0
+    counted = metrics.total("steps_total") if is_counted else 0
+    assert metrics.total("captured_steps_total") == counted
+
+
+def test_command_buffers_count_nothing_on_a_cpu() -> None:
+    assert run_on_device().total("captured_steps_total") == 0
 
 
 def test_overlap_and_buckets_count_nothing_on_the_device_while_off() -> None:

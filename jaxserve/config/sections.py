@@ -319,6 +319,16 @@ class RunnerSection(Section):
         "auto",
         description="Products of few rows with bfloat16 weights; auto as for attention.",
     )
+    command_buffers: Literal["auto", "off"] = pydantic.Field(
+        "auto",
+        description="auto: on a GPU, programs are replayed as CUDA graphs (XLA's command buffers); "
+        "a CPU has none. off: the host launches each kernel (ablation).",
+    )
+    batch_invariant: bool = pydantic.Field(
+        False,
+        description="Every step in one shape, every token by the same operations: outputs are the "
+        "same bit for bit whatever runs beside them (docs/performance.md has the cost).",
+    )
     compile_threads: int = pydantic.Field(2, ge=1, le=64, description="Threads that compile.")
     cache_dir: Path | None = pydantic.Field(
         None, description="Compilation cache. Unset: jaxserve/ in the user's cache folder."

@@ -61,7 +61,7 @@ def load_engine(
     from jaxserve.runner.spec import bytes_of_page
 
     started_s = time.monotonic()
-    active = check_mechanisms(config)
+    check_mechanisms(config)
     source = find_model(model)
     header = replace_template(source.load_header(), config.model.chat_template)
     header_s = time.monotonic() - started_s
@@ -85,7 +85,7 @@ def load_engine(
     logger.info(
         "engine ready model=%s mechanisms=%s header_s=%.2f seconds=%.2f",
         served.name,
-        ",".join(mechanism.name for mechanism in active) or "none",
+        _running_mechanisms(config) or "none",
         header_s,
         time.monotonic() - started_s,
     )
@@ -129,9 +129,17 @@ def _tell_setup(metrics: Metrics, served: ServedModel, runner: "Runner", config:
             "page_size": str(config.kv.page_size),
             "max_seqs": str(config.scheduler.max_seqs),
             "max_model_tokens": str(served.max_model_tokens),
-            "mechanisms": ",".join(row.name for row in active_mechanisms(config)),
+            "mechanisms": _running_mechanisms(config),
         }
     )
+
+
+def _running_mechanisms(config: Config) -> str:
+    """Returns the names of those that are on and have the device they need."""
+    import jax
+
+    kinds = (None, jax.default_backend())
+    return ",".join(row.name for row in active_mechanisms(config) if row.platform in kinds)
 
 
 def _build_runner(

@@ -12,7 +12,9 @@ class Kernels:
 
     Attributes:
       matmul: of few rows with weights; see `kernels.dot.project`.
+      split_len: of attention; see `paged_attention`.
     """
 
     attention: Impl = "xla"
     matmul: MatmulImpl = "xla"
+    split_len: int | None = None

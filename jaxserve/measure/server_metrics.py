@@ -107,6 +107,8 @@ def describe_server(
         "buckets": list(_buckets(before, after)),
         "padding_share": _share(delta, "step_padded_tokens_total", "step_real_tokens_total"),
         "bucketed_steps": delta.get("bucketed_steps_total"),
+        "captured_share": _ratio(delta.get("captured_steps_total"), delta.get("steps_total")),
+        "programs_per_step": _programs_per_step(delta),
         "compiles": {
             "before_serving": last.get("compiles_total"),
             "while_serving": delta.get("recompiles_total"),
@@ -149,6 +151,14 @@ def _buckets(before: Snapshot, after: Snapshot) -> Iterator[dict[str, object]]:
         yield {"bucket": bucket, **ran[bucket]}
 
 
+def _programs_per_step(delta: Mapping[str, float]) -> float | None:
+    """Returns forward, output and side programs by step."""
+    names = ("steps_total", "output_programs_total", "side_programs_total")
+    if any(name not in delta for name in names):
+        return None
+    return _ratio(sum(delta[name] for name in names), delta["steps_total"])
+
+
 def _step_seconds(before: Snapshot, after: Snapshot) -> dict[str, float]:
     """Returns the engine thread's time by what it did; empty where that is not told."""
     first = before.values_by("step_host_seconds_total", "phase")
@@ -162,6 +172,9 @@ def _by_bucket(snapshot: Snapshot) -> dict[str, dict[str, float]]:
         ("steps", "steps_total"),
         ("real_tokens", "step_real_tokens_total"),
         ("padded_tokens", "step_padded_tokens_total"),
+        ("captured_steps", "captured_steps_total"),
+        ("fallbacks", "bucket_fallbacks_total"),
+        ("recompiles", "recompiles_total"),
     ):
         for bucket, value in snapshot.values_by(sample, "bucket").items():
             table.setdefault(bucket, {})[name] = value

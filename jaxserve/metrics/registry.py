@@ -170,8 +170,20 @@ class Metrics:
         self.padded_tokens = self._counter(
             "step_padded_tokens", "Bucket padding computed.", "bucket"
         )
+        self.bucket_fallbacks = self._counter(
+            "bucket_fallbacks",
+            "Steps in a larger bucket than their rows and chunks alone ask for: the two sizes "
+            "together were not compiled.",
+            "bucket",
+        )
+        self.captured_steps = self._counter(
+            "captured_steps", "Steps whose forward and output are one CUDA graph each.", "bucket"
+        )
         self.output_programs = self._counter(
             "output_programs", "Output programs run.", "bucket", "variant"
+        )
+        self.side_programs = self._counter(
+            "side_programs", "Programs that steps ran beside forward and output.", "kind"
         )
         self.compiles = self._counter(
             "compiles", "Programs compiled before serving.", "kind", "bucket"
@@ -182,7 +194,12 @@ class Metrics:
         self.cache_hits = self._counter(
             "compile_cache_hits", "Programs read from the persistent cache.", "kind", "bucket"
         )
-        self.recompiles = self._counter("recompiles", "Programs compiled after warm-up: a fault.")
+        self.recompiles = self._counter(
+            "recompiles",
+            "Programs compiled after warm-up, by the step that did it; empty where none: a fault.",
+            "bucket",
+        )
+        self.recompiles.labels(bucket="")
         self.sampler_fallbacks = self._counter(
             "sampler_fallbacks", "Steps whose filters needed more than the candidate cap."
         )
@@ -282,6 +299,9 @@ class Metrics:
         self.overlap_waits = self._counter(
             "overlap_waits", "Steps that had to retire first.", "reason"
         )
+        self.batch_invariant_steps = self._counter(
+            "batch_invariant_steps", "Steps run in the one shape of runner.batch_invariant."
+        )
         self.bucketed_steps = self._counter(
             "bucketed_steps", "Steps run in a bucket smaller than the largest of its kind."
         )
@@ -312,6 +332,21 @@ class Metrics:
             self.host_tier_dropped_pages.labels(reason)
 
     def _make_levels(self) -> None:
+        self.program_graphs = self._gauge(
+            "program_graphs", "CUDA graphs that a program is replayed as.", "kind", "bucket"
+        )
+        self.program_operations = self._gauge(
+            "program_operations",
+            "Kernels, copies and library calls in a program of a GPU.",
+            "kind",
+            "bucket",
+        )
+        self.uncaptured_operations = self._gauge(
+            "uncaptured_operations",
+            "Of those, in no graph: launched one by one by the host.",
+            "kind",
+            "bucket",
+        )
         self.host_tier_used_bytes = self._gauge(
             "host_tier_used_bytes", "Bytes of pages in host memory."
         )

@@ -1,5 +1,8 @@
 """What one forward step reads besides parameters and KV."""
 
+import dataclasses
+import functools
+
 import flax.struct
 import jax
 import numpy as np
@@ -40,7 +43,24 @@ class TokenBatch:
 
 def spread_rows(value_X: jax.Array, *, num_single_rows: int, tile: int) -> jax.Array:
     """Returns each token's share of what attention rows have: ``value_T``."""
-    return jnp.concatenate([value_X[:num_single_rows], jnp.repeat(value_X[num_single_rows:], tile)])
+    spread = jnp.repeat(value_X[num_single_rows:], tile, axis=0)
+    return jnp.concatenate([value_X[:num_single_rows], spread])
+
+
+def split_rows(batch: TokenBatch, *, num_single_rows: int, tile: int) -> TokenBatch:
+    """Returns the same tokens with an attention row for each: X = T, all of one token.
+
+    A token's attention is then the same operation on the same shape wherever in a step it stands.
+    """
+    spread = functools.partial(spread_rows, num_single_rows=num_single_rows, tile=tile)
+    is_real_T = find_real_tokens(batch.q_lens_X, num_single_rows=num_single_rows, tile=tile)
+    return dataclasses.replace(
+        batch,
+        page_table_XP=spread(batch.page_table_XP),
+        q_starts_X=batch.positions_T,
+        q_lens_X=is_real_T.astype(jnp.int32),
+        prompt_lens_X=spread(batch.prompt_lens_X),
+    )
 
 
 def find_real_tokens(q_lens_X: jax.Array, *, num_single_rows: int, tile: int) -> jax.Array:

@@ -120,6 +120,7 @@ def attention_block(
         scale=config.scale,
         window=layer_config.window,
         soft_cap=config.attention_soft_cap,
+        split_len=kernels.split_len,
         impl=kernels.attention,
     )
     out_TF = out_TNH.astype(weight_dtype).reshape(T, config.num_heads * config.head_dim)

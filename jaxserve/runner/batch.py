@@ -24,7 +24,7 @@ from jax import numpy as jnp
 from jaxserve.model.masks import num_words
 from jaxserve.model.transformer import TokenBatch
 from jaxserve.plan import Bucket, Chunk, PageCopy, StepPlan, TokenMask
-from jaxserve.runner.buckets import BucketScheme, OutputBucket, round_up
+from jaxserve.runner.buckets import BucketScheme, OutputBucket, plan_shape
 from jaxserve.runner.spec import RunnerSpec
 from jaxserve.shapes import check_shapes
 
@@ -54,9 +54,7 @@ class SampledRow:
 
 def find_plan_bucket(plan: StepPlan, scheme: BucketScheme) -> Bucket:
     """Returns the smallest forward bucket that holds the plan."""
-    tile = scheme.limits.chunk_tile
-    lens = [chunk.num_tokens for chunk in plan.chunks]
-    return scheme.find_bucket(lens.count(1), sum(round_up(n, tile) for n in lens if n > 1))
+    return scheme.find_bucket(*plan_shape(plan, tile=scheme.limits.chunk_tile))
 
 
 def num_attention_rows(bucket: Bucket, tile: int) -> int:

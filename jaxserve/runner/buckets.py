@@ -8,7 +8,7 @@ from typing import Protocol, get_args
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.model.sampling import Variant
-from jaxserve.plan import Bucket, StepLimits
+from jaxserve.plan import Bucket, StepLimits, StepPlan
 
 # From the least the sampler can do to the most: each can stand in for those before it.
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
@@ -92,6 +92,16 @@ class BucketScheme:
         same_kind = (b for b in self.forwards if (b.chunk_tokens > 0) == (bucket.chunk_tokens > 0))
         return bucket.num_tokens == max(b.num_tokens for b in same_kind)
 
+    def is_fallback(self, bucket: Bucket, plan: StepPlan) -> bool:
+        """Whether a bucket is larger than the plan's rows and chunks ask for, each by itself: the
+        two sizes together were not compiled."""
+        num_rows, tile_tokens = plan_shape(plan, tile=self.limits.chunk_tile)
+        return any(
+            num_rows <= other.decode_seqs < bucket.decode_seqs
+            or tile_tokens <= other.chunk_tokens < bucket.chunk_tokens
+            for other in self.forwards
+        )
+
     def reachable(self, reach: Reach, *, max_step_tokens: int | None) -> "BucketScheme":
         """Returns the part of the scheme that a single request can reach, and its limits.
 
@@ -129,6 +139,12 @@ class BucketScheme:
         return smaller | {self.find_bucket(reach.num_choices, 0)}
 
 
+def plan_shape(plan: StepPlan, *, tile: int) -> tuple[int, int]:
+    """Returns a plan's one-token rows, and the tile-rounded tokens of its chunks."""
+    lens = [chunk.num_tokens for chunk in plan.chunks]
+    return lens.count(1), sum(round_up(n, tile) for n in lens if n > 1)
+
+
 def build_scheme(config: Config, *, max_model_tokens: int, min_rows: int) -> BucketScheme:
     """Returns the shapes that `config` asks for.
 
@@ -147,7 +163,9 @@ def build_scheme(config: Config, *, max_model_tokens: int, min_rows: int) -> Buc
     forwards += itertools.starmap(_bucket, itertools.product(beside_sizes, chunk_sizes))
     # A second row is free there: the head takes as long as its weights take to come from memory.
     output_sizes = _clip(decode_sizes, low=min(2, max_rows), high=max_rows)
-    outputs = itertools.product(output_sizes, VARIANTS)
+    outputs = list(itertools.product(output_sizes, VARIANTS))
+    if config.runner.batch_invariant:  # another shape, or another variant, is another sum
+        forwards, outputs = [_bucket(max_rows, chunk_sizes[-1])], [(max_rows, VARIANTS[-1])]
     return BucketScheme(
         forwards=tuple(sorted(forwards)),
         outputs=tuple(OutputBucket(rows=rows, variant=variant) for rows, variant in outputs),

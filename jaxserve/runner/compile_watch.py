@@ -1,7 +1,9 @@
 """The ear on JAX's compile events: faults after warm-up, and hits of the persistent cache."""
 
+import contextlib
 import logging
 import threading
+from collections.abc import Iterator
 
 import jax
 
@@ -17,6 +19,7 @@ _HIT_EVENT = "/jax/compilation_cache/cache_hits"
 class _ThreadCounts(threading.local):
     compiles = 0  # those that the cache had among them
     hits = 0
+    bucket = ""
 
 
 class CompileWatch:
@@ -46,6 +49,15 @@ class CompileWatch:
         """Programs that this thread compiled."""
         return self._here.compiles - self._here.hits
 
+    @contextlib.contextmanager
+    def running(self, bucket: str) -> Iterator[None]:
+        """Counts a fault of this thread, inside, as one of a step of this shape."""
+        self._here.bucket = bucket
+        try:
+            yield
+        finally:
+            self._here.bucket = ""
+
     def close(self) -> None:
         jax.monitoring.unregister_event_duration_listener(self._on_duration)
         jax.monitoring.unregister_event_listener(self._on_event)
@@ -54,12 +66,15 @@ class CompileWatch:
         if event == _HIT_EVENT:
             self._here.hits += 1
 
-    def _on_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **facts: str | int) -> None:
         if event != _COMPILE_EVENT:
             return
         self._here.compiles += 1
         if not self.is_armed or threading.current_thread().name.startswith(COMPILE_THREAD_PREFIX):
             return
         self.num_recompiles += 1
-        self._metrics.recompiles.inc()
-        logger.warning("compiled after warm-up seconds=%.2f", duration_secs)
+        self._metrics.recompiles.labels(bucket=self._here.bucket).inc()
+        logger.warning(
+            "compiled after warm-up function=%s bucket=%s seconds=%.2f",
+            facts.get("fun_name", "unknown"), self._here.bucket or "none", duration_secs,
+        )  # fmt: skip

@@ -1,5 +1,6 @@
 """The compiled programs of a runner: their keys, their compilation, and the guard after it."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -24,6 +25,7 @@ from jaxserve.plan import Bucket
 from jaxserve.runner import steps
 from jaxserve.runner.batch import COPY_WIDTH, SCORE_WIDTH, SWAP_WIDTH, packed_len
 from jaxserve.runner.buckets import VARIANTS, BucketScheme, OutputBucket, Reach
+from jaxserve.runner.capture import COMMAND_KINDS, Capture, read_capture
 from jaxserve.runner.compile_cache import persistent_cache
 from jaxserve.runner.compile_watch import COMPILE_THREAD_PREFIX, CompileWatch
 from jaxserve.runner.program_store import ProgramStore
@@ -32,16 +34,9 @@ from jaxserve.runner.state import COUNT_WIDTH, LOAD_WIDTH, add_counts, load_len,
 
 logger = logging.getLogger(__name__)
 
-# XLA's own default, and the two that let the attention's loop into the captured graph. Without them
-# the host reads each trip count and waits for the device: on an H200 a decode step of 8B shape took
-# 17 ms of which the host waited all; with them 8.7 ms and 2.7 ms (scripts/gpu_report.py).
-GPU_COMMAND_BUFFERS = (
-    "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
-)
-
-Kind = Literal[
-    "init", "forward", "output", "score", "row_load", "counts", "page_copy", "page_out", "page_in"
-]
+# What a step may run beside its forward and its output.
+SideKind = Literal["score", "row_load", "counts", "page_copy", "page_out", "page_in"]
+Kind = Literal["init", "forward", "output"] | SideKind
 
 # Called after each program: programs done, of how many, the last one's name, its seconds.
 Progress = Callable[[int, int, str, float], None]
@@ -114,6 +109,7 @@ class Programs:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._compiled: dict[ProgramKey, jax.stages.Compiled] = {}
+        self._captures: dict[ProgramKey, Capture] = {}
         self._watch = CompileWatch(metrics)
         weakref.finalize(self, self._watch.close)
 
@@ -122,6 +118,10 @@ class Programs:
 
     def __contains__(self, key: ProgramKey) -> bool:
         return key in self._compiled
+
+    def is_captured(self, key: ProgramKey) -> bool:
+        """Whether the whole program is one CUDA graph."""
+        return key in self._captures and self._captures[key].is_whole
 
     def compile_all(
         self,
@@ -168,7 +168,9 @@ class Programs:
         compiled = None if store is None else store.find(key.kind, repr(key))
         num_found = int(compiled is not None)
         if compiled is None:
-            compiled = lower(key).compile(compiler_options(jax.default_backend()))
+            compiled = lower(key).compile(compiler_options(key.spec, jax.default_backend()))
+        if key.spec.command_buffers:
+            self._note_capture(key, read_capture(compiled.as_text() or ""))
         num_hits = watch.num_hits_here - hits_before + num_found
         num_compiles = watch.num_compiles_here - compiles_before  # 0: this process had it already
         if store is not None and num_compiles:
@@ -178,6 +180,17 @@ class Programs:
         self._metrics.cache_hits.labels(**key.labels).inc(num_hits)
         self._metrics.compiles.labels(**key.labels).inc(num_compiles)
         return compiled, seconds, num_compiles == 0
+
+    def _note_capture(self, key: ProgramKey, capture: Capture) -> None:
+        """Takes down how much of a program is captured, of one from the cache too."""
+        self._captures[key] = capture
+        self._metrics.program_graphs.labels(**key.labels).set(capture.num_graphs)
+        self._metrics.program_operations.labels(**key.labels).set(capture.num_operations)
+        self._metrics.uncaptured_operations.labels(**key.labels).set(capture.num_outside)
+
+    def running(self, bucket: Bucket) -> contextlib.AbstractContextManager[None]:
+        """Compiles inside are counted as faults of a step of this shape."""
+        return self._watch.running(bucket.name)
 
     def forbid_compiles(self) -> None:
         """From now on a compile outside `compile_all` is a fault."""
@@ -193,11 +206,17 @@ class Programs:
             )
 
 
-def compiler_options(platform: str) -> dict[str, str | bool]:
+def compiler_options(spec: RunnerSpec, platform: str) -> dict[str, str | bool | int]:
     """Returns what a program is compiled with beyond XLA's defaults."""
-    if platform == "gpu":
-        return {"xla_gpu_enable_command_buffer": GPU_COMMAND_BUFFERS}
-    return {}
+    if platform != "gpu":
+        return {}
+    kinds = COMMAND_KINDS if spec.command_buffers else ()
+    options: dict[str, str | bool | int] = {"xla_gpu_enable_command_buffer": ",".join(kinds)}
+    if spec.batch_invariant:
+        # Products by XLA's own rule, not by what was fastest today. What XLA calls deterministic
+        # operations is about float32 atomics, and no program has any.
+        options["xla_gpu_autotune_level"] = 0
+    return options
 
 
 def lower(key: ProgramKey, sharding: jax.sharding.Sharding | None = None) -> jax.stages.Lowered:

@@ -26,6 +26,7 @@ from jaxserve.plan import (
 )
 from jaxserve.runner import state
 from jaxserve.runner.batch import (
+    SWAP_WIDTH,
     SampledRow,
     build_masks,
     build_output_rows,
@@ -50,7 +51,6 @@ from jaxserve.runner.programs import (
     ProgramKey,
     Programs,
     Progress,
-    bucket_name,
     head_params,
     program_keys,
 )
@@ -59,6 +59,7 @@ from jaxserve.runner.results import build_layout
 from jaxserve.runner.row_variants import RowVariants
 from jaxserve.runner.sizing import size_runner
 from jaxserve.runner.spec import DtypeName, RunnerSpec
+from jaxserve.runner.step_counts import StepCounts
 from jaxserve.runner.swaps import PageReads, Swaps
 
 logger = logging.getLogger(__name__)
@@ -155,9 +156,17 @@ class Runner:
         self._row_variants = RowVariants(self._spec.max_seqs)
         self._awaiting_masks: int | None = None  # the step whose output is not launched yet
         self._swaps = self._build_swaps(sizes.num_host_pages) if has_host_tier else None
+        self._counts = StepCounts(
+            metrics,
+            self._scheme,
+            self._spec,
+            captured=[key for key in keys if self._programs.is_captured(key)],
+        )
         self._programs.forbid_compiles()
-        self._show_unused()
-        logger.info("runner ready dtype=%s kv_dtype=%s programs=%d", dtype, kv_dtype, len(keys))
+        logger.info(
+            "runner ready dtype=%s kv_dtype=%s programs=%d command_buffers=%s batch_invariant=%s",
+            dtype, kv_dtype, len(keys), self._spec.command_buffers, self._spec.batch_invariant,
+        )  # fmt: skip
 
     def _load(self, params: Params | LoadParams, dtype: DtypeName) -> Params:
         """Returns a tree of our own, as the programs read it."""
@@ -196,20 +205,20 @@ class Runner:
         assert self._awaiting_masks is None, (
             f"the output of step {self._awaiting_masks} comes before step {plan.step_id}"
         )
-        with jax.transfer_guard("disallow"):
+        bucket = find_plan_bucket(plan, self._scheme)
+        with jax.transfer_guard("disallow"), self._programs.running(bucket):
             self._load_rows(plan.row_loads, laps)
             page_reads = self._swap_pages(plan)
             self._copy_pages(plan.copies)
-            step = self._run_step(plan, laps, page_reads)
+            step = self._run_step(plan, bucket, page_reads, laps=laps)
         self._check_no_recompile()
         laps.lap("dispatch")
         return step
 
     def _run_step(
-        self, plan: StepPlan, laps: Laps, page_reads: Sequence[PageReads]
+        self, plan: StepPlan, bucket: Bucket, page_reads: Sequence[PageReads], *, laps: Laps
     ) -> LaunchedStep:
         """Runs forward, scores and, unless it waits for masks, the output."""
-        bucket = find_plan_bucket(plan, self._scheme)
         sampled = find_sampled_rows(plan, bucket, self._spec)
         output = self._scheme.find_output(len(sampled), self._row_variants.find(sampled))
         arrays = (
@@ -235,7 +244,7 @@ class Runner:
             )
         elif sampled:
             step.add_output(self._run_output(output, rows_4R, mask_RW=self._no_mask.get(output)))
-        self._count_step(plan, bucket)
+        self._counts.count_step(plan, bucket, output if sampled else None)
         return step
 
     def _launch_masked(
@@ -268,14 +277,13 @@ class Runner:
         else:
             last_token_B, result_RI = run(*arguments)
             self._state = dataclasses.replace(held, last_token_B=last_token_B)
-        self._metrics.output_programs.labels(
-            bucket=bucket_name(output), variant=output.variant
-        ).inc()
+        self._counts.count_output(output)
         array: jax.Array = result_RI
         return array
 
     def _run_score(self, rows_2W: jax.Array) -> jax.Array:
         result_WI: jax.Array = self._run["score", None](self._head, self._hidden_TD, rows_2W)
+        self._counts.count_side("score")
         return result_WI
 
     def _build_swaps(self, num_host_pages: int) -> Swaps:
@@ -314,11 +322,13 @@ class Runner:
         for packed_LI in state.build_row_loads(loads, self._spec):
             laps.lap("build")
             self._state = self._run["row_load", None](self._state, jax.device_put(packed_LI))
+            self._counts.count_side("row_load")
             laps.lap("dispatch")
         for triples_3I in state.build_counts(loads, self._spec):
             laps.lap("build")
             rows = self._state.sampling
             counts_BV = self._run["counts", None](rows.counts_BV, jax.device_put(triples_3I))
+            self._counts.count_side("counts")
             rows = dataclasses.replace(rows, counts_BV=counts_BV)
             self._state = dataclasses.replace(self._state, sampling=rows)
             laps.lap("dispatch")
@@ -331,35 +341,15 @@ class Runner:
         assert self._swaps is not None, f"step {plan.step_id} swaps, and there is no host tier"
         page_reads = self._swaps.take_out(self._kv, plan.swap_out)
         self._kv = self._swaps.put_in(self._kv, plan.swap_in)
+        self._counts.count_side("page_out", -(-len(plan.swap_out) // SWAP_WIDTH))
+        self._counts.count_side("page_in", -(-len(plan.swap_in) // SWAP_WIDTH))
         return page_reads
 
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         for pages_2W in build_page_copies(copies, self._spec):
             self._kv = self._run["page_copy", None](self._kv, jax.device_put(pages_2W))
+            self._counts.count_side("page_copy")
         self._metrics.page_copies.inc(len(copies))
-
-    def _show_unused(self) -> None:
-        """Has the metrics show a zero for what never ran."""
-        metrics = self._metrics
-        for bucket in self._scheme.forwards:
-            name = bucket_name(bucket)
-            for counter in (
-                metrics.steps, metrics.real_tokens, metrics.padded_tokens,
-                metrics.step_device_seconds,
-            ):  # fmt: skip
-                counter.labels(bucket=name)
-        for output in self._scheme.outputs:
-            metrics.output_programs.labels(bucket=bucket_name(output), variant=output.variant)
-
-    def _count_step(self, plan: StepPlan, bucket: Bucket) -> None:
-        metrics, name, real = self._metrics, bucket_name(bucket), plan.num_tokens
-        metrics.steps.labels(bucket=name).inc()
-        metrics.real_tokens.labels(bucket=name).inc(real)
-        metrics.padded_tokens.labels(bucket=name).inc(bucket.num_tokens - real)
-        scored = (chunk.scoring.targets for chunk in plan.chunks if chunk.scoring)
-        metrics.scored_tokens.inc(sum(map(len, scored)))
-        if not self._scheme.is_largest(bucket):
-            metrics.bucketed_steps.inc()
 
     def _check_no_recompile(self) -> None:
         if self._forbid_recompile:

@@ -8,6 +8,7 @@ import jax
 from jaxserve.config import Config
 from jaxserve.host_pages import MAX_SWAP_IN, MAX_SWAP_OUT
 from jaxserve.kernels.choice import Kernels
+from jaxserve.kernels.paged_attention.launch import find_split_len
 from jaxserve.model.config import MAX_EOS_IDS, ModelConfig
 from jaxserve.model.masks import num_words
 from jaxserve.model.params import num_param_bytes
@@ -93,6 +94,11 @@ def _build_sizes(
     *,
     kernels: Kernels,
 ) -> RunnerSizes:
+    platform, is_invariant = jax.default_backend(), config.runner.batch_invariant
+    pages_per_seq = -(-max_model_tokens // config.kv.page_size)
+    if is_invariant:
+        split_len = find_split_len(pages_per_seq * config.kv.page_size)
+        kernels = dataclasses.replace(kernels, split_len=split_len)
     scheme = build_scheme(
         config,
         max_model_tokens=max_model_tokens,
@@ -103,7 +109,7 @@ def _build_sizes(
         dtype=dtypes[0],
         kv_dtype=dtypes[1],
         page_size=config.kv.page_size,
-        pages_per_seq=-(-max_model_tokens // config.kv.page_size),
+        pages_per_seq=pages_per_seq,
         num_pages=num_pages,
         max_seqs=config.scheduler.max_seqs,
         max_step_tokens=scheme.max_tokens,
@@ -113,6 +119,8 @@ def _build_sizes(
         max_ban_ids=config.limits.max_stop_token_ids + MAX_EOS_IDS,
         max_logprobs=config.limits.max_logprobs,
         kernels=kernels,
+        batch_invariant=is_invariant,
+        command_buffers=platform == "gpu" and config.runner.command_buffers == "auto",
     )
     return RunnerSizes(
         spec=spec, scheme=scheme, max_model_tokens=max_model_tokens, num_host_pages=0

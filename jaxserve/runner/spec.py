@@ -23,6 +23,9 @@ class RunnerSpec:
       max_logprobs: alternatives that come back with a token's log-probability.
       max_ban_ids: ids that a request may hold off (stop ids and EOS) while it has few outputs.
       kernels: the implementations, already chosen.
+      batch_invariant: whether a token's numbers may depend on nothing but its sequence; the
+        buckets are then one, and each token is an attention row of its own.
+      command_buffers: whether XLA replays a program as CUDA graphs; only where there is a GPU.
     """
 
     model: ModelConfig
@@ -39,6 +42,8 @@ class RunnerSpec:
     max_ban_ids: int
     max_logprobs: int
     kernels: Kernels
+    batch_invariant: bool
+    command_buffers: bool
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int, int]:

@@ -6,6 +6,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from jaxserve.model import sampling as sampler
+from jaxserve.model.batch import split_rows
 from jaxserve.model.logprobs import find_logprobs
 from jaxserve.model.params import Params
 from jaxserve.model.sampling import SamplingRows, Variant
@@ -44,13 +45,17 @@ def forward_step(
     Donate the pool, the page table and the buffer.
     """
     page_table_BP, batch = unpack(packed_I, page_table_BP, last_token_B, bucket=bucket, spec=spec)
+    num_single_rows, tile = bucket.decode_seqs, spec.chunk_tile
+    if spec.batch_invariant:
+        batch = split_rows(batch, num_single_rows=num_single_rows, tile=tile)
+        num_single_rows = bucket.num_tokens
     kv, new_TD = forward(
         params,
         kv,
         batch,
         config=spec.model,
-        num_single_rows=bucket.decode_seqs,
-        tile=spec.chunk_tile,
+        num_single_rows=num_single_rows,
+        tile=tile,
         kernels=spec.kernels,
     )
     hidden_TD = lax.dynamic_update_slice(hidden_TD, new_TD, (0, 0))

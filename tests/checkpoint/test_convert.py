@@ -16,12 +16,13 @@ from jaxserve.checkpoint import convert as conversion
 from jaxserve.checkpoint import manifest as manifests
 from jaxserve.checkpoint import orbax
 from jaxserve.checkpoint.convert import DtypeName, convert
-from jaxserve.checkpoint.load import ALIGNMENT_BYTES, flatten
+from jaxserve.checkpoint.load import flatten
 from jaxserve.checkpoint.manifest import read_manifest
 from jaxserve.checkpoint.orbax import OrbaxSource
 from jaxserve.checkpoint.registry import find_model
 from jaxserve.checkpoint.safetensors import HfFolderSource
 from jaxserve.errors import CheckpointError
+from jaxserve.model.aligned import ALIGNMENT_BYTES
 from tests.checkpoint.writers import T1, GgufRecipe, make_weights, write_gguf, write_hf
 
 

@@ -14,6 +14,7 @@ from jaxserve.checkpoint.header import ModelSource
 from jaxserve.checkpoint.load import StoredFile, flatten
 from jaxserve.checkpoint.safetensors import HfFolderSource
 from jaxserve.errors import CheckpointError
+from jaxserve.model.aligned import ALIGNMENT_BYTES, empty_aligned
 from jaxserve.model.config import ExpertsConfig, LayerConfig, ModelConfig
 from jaxserve.model.params import num_param_bytes
 from tests.checkpoint.writers import T1, make_weights, rope_of, write_gguf, write_hf
@@ -105,7 +106,7 @@ def test_a_load_holds_little_beside_its_result(
 def test_parameters_are_aligned_for_the_device(tmp_path: Path) -> None:
     for source in sources(tmp_path):
         for path, array in flatten(source.load_params(np.float32)).items():
-            assert array.ctypes.data % load.ALIGNMENT_BYTES == 0, path
+            assert array.ctypes.data % ALIGNMENT_BYTES == 0, path
     assert {empty_aligned((n,), np.dtype(np.uint8)).ctypes.data % 64 for n in range(1, 99)} == {0}
 
 

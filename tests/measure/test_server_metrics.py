@@ -51,15 +51,25 @@ def test_two_moments_say_what_happened_in_between() -> None:
     metrics.steps.labels("4x1+64").inc(2)
     metrics.real_tokens.labels("4x1+64").inc(30)
     metrics.padded_tokens.labels("4x1+64").inc(10)
-    metrics.recompiles.inc()
+    metrics.recompiles.labels(bucket="4x1+64").inc()
+    metrics.recompiles.labels(bucket="").inc()
+    metrics.bucket_fallbacks.labels(bucket="4x1+64").inc()
+    metrics.captured_steps.labels(bucket="4x1+64").inc()
+    metrics.output_programs.labels(bucket="4 greedy", variant="greedy").inc(2)
+    metrics.side_programs.labels(kind="row_load").inc(1)
     after = Snapshot.of_registry(metrics.registry)
     found = describe_server(before, after, peak_kv_usage=0.5, peak_memory_bytes=None)
     assert found is not None
     assert found["buckets"] == [
-        {"bucket": "4x1+64", "steps": 2, "real_tokens": 30, "padded_tokens": 10}
-    ]
+        {
+            "bucket": "4x1+64", "steps": 2, "real_tokens": 30, "padded_tokens": 10,
+            "captured_steps": 1, "fallbacks": 1, "recompiles": 1,
+        }
+    ]  # fmt: skip
+    assert found["captured_share"] == 0.5
+    assert found["programs_per_step"] == 2.5
     assert found["padding_share"] == 0.25
-    assert found["compiles"] == {"before_serving": None, "while_serving": 1.0}
+    assert found["compiles"] == {"before_serving": None, "while_serving": 2.0}
     assert (found["kv_usage_peak"], found["peak_memory_bytes"]) == (0.5, None)
 
 
@@ -67,9 +77,10 @@ def test_what_did_not_happen_has_no_share() -> None:
     snapshot = Snapshot.of_registry(Metrics().registry)
     found = describe_server(snapshot, snapshot, peak_kv_usage=None, peak_memory_bytes=None)
     assert found is not None
-    assert (found["padding_share"], found["row_occupancy"], found["host_gap_share"]) == (
-        None, None, None
-    )  # fmt: skip
+    for share in (
+        "padding_share", "row_occupancy", "host_gap_share", "captured_share", "programs_per_step"
+    ):  # fmt: skip
+        assert found[share] is None
 
 
 @pytest.mark.parametrize(

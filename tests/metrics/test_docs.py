@@ -20,7 +20,7 @@ ROWS = {
 FAMILIES = {family.name: family for family in Metrics().registry.collect()}
 UNITS = {
     "requests", "calls", "tokens", "steps", "programs", "rows", "sequences", "prompts", "pages",
-    "streams", "choices", "spans", "seconds", "bytes", "0 to 1", "1",
+    "streams", "choices", "spans", "graphs", "operations", "seconds", "bytes", "0 to 1", "1",
 }  # fmt: skip
 
 

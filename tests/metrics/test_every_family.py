@@ -105,7 +105,10 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "steps": ("device", {"4x1+16": 1, "4x1+8": 2, "4x1+0": 3}),
     "step_real_tokens": ("device", {"4x1+16": 16, "4x1+8": 4 + 3, "4x1+0": 2 + 2}),
     "step_padded_tokens": ("device", {"4x1+16": 4, "4x1+8": 8 + 9, "4x1+0": 2 * 3 + 2}),
+    "bucket_fallbacks": ("device", {}),  # all its buckets have the same rows
+    "captured_steps": ("device", {}),  # of a GPU: tests/test_mechanisms.py
     "output_programs": ("device", {"4 greedy,greedy": 3, "4 full,full": 2}),
+    "side_programs": ("device", {"row_load": 3, "score": 1, "page_copy": 1}),
     "compiles": ("device", dict.fromkeys(PROGRAMS, 1)),
     "compile_seconds": ("device", dict.fromkeys(PROGRAMS, 2)),  # of two starts
     "compile_cache_hits": ("device", dict.fromkeys(PROGRAMS, 1)),
@@ -160,7 +163,11 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "host_tier_dropped_pages": ("tier", {"damaged": 1}),
     "overlapped_steps": ("script", {"": 15 - 3}),
     "overlap_waits": ("script", {"pages": 2}),  # before launches 7 and 14
+    "batch_invariant_steps": ("device", {}),  # off; tests/test_mechanisms.py
     "bucketed_steps": ("device", {"": 2}),
+    "program_graphs": ("device", {}),  # of a GPU: tests/runner/test_capture.py
+    "program_operations": ("device", {}),
+    "uncaptured_operations": ("device", {}),
     "host_tier_used_bytes": ("tier", {"": 11 * TIER_PAGE_BYTES}),
     "host_tier_break_even_tokens": ("script", {}),  # measured: tests/runner/test_swaps.py
     "requests_running": ("script", {"": 3}),

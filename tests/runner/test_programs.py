@@ -33,7 +33,7 @@ from jaxserve.runner.programs import (
 from jaxserve.runner.results import num_logprob_columns
 from jaxserve.runner.runner import Runner
 from jaxserve.runner.sizing import RunnerSizes, size_runner
-from tests.runner.driver import CONFIG, MODEL, Driver, oracle_tokens, prompt_of
+from tests.runner.driver import CONFIG, MODEL, Driver, oracle_tokens, prompt_of, tiny_sizes
 
 # A value of each configuration field that programs depend on, other than CONFIG's.
 CHANGES_PROGRAMS: dict[str, object] = {
@@ -51,6 +51,7 @@ CHANGES_PROGRAMS: dict[str, object] = {
     "buckets.chunk_tile": 8,
     "buckets.capture": False,
     "runner.attention": "reference",
+    "runner.batch_invariant": True,
     "limits.max_logit_bias": 6,
     "limits.max_stop_token_ids": 3,
     "limits.max_logprobs": 5,
@@ -73,6 +74,7 @@ CHANGES_NOTHING: dict[str, object] = {
     "model.tool_parser": "none",
     "model.reasoning_parser": "none",
     "runner.overlap": False,
+    "runner.command_buffers": "off",  # of a GPU alone
     "runner.compile_threads": 3,
     "runner.cache_dir": "elsewhere",
     "runner.forbid_recompile": True,
@@ -407,9 +409,20 @@ def test_a_compile_after_warm_up_is_counted_where_it_is_not(params: Params) -> N
     assert row.output[0] is not None
 
 
-def test_the_options_for_a_gpu_are_known_to_this_jaxlib() -> None:
-    options = compiler_options("gpu")
+def test_command_buffers_are_in_a_gpus_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    off = _keys(_with("runner.command_buffers", "off"))
+    assert off.isdisjoint(_keys(CONFIG))
+
+
+@pytest.mark.parametrize("is_invariant", [True, False])
+def test_the_options_for_a_gpu_are_known_to_this_jaxlib(is_invariant: bool) -> None:
+    spec = dataclasses.replace(
+        tiny_sizes().spec, command_buffers=True, batch_invariant=is_invariant
+    )
+    options = compiler_options(spec, "gpu")
     assert "WHILE" in str(options["xla_gpu_enable_command_buffer"])
+    assert (options.get("xla_gpu_autotune_level") == 0) is is_invariant
     compiled = jax.jit(lambda x: x * 7 + 1).lower(jnp.zeros(3)).compile(options)
     assert compiled(jnp.zeros(3)).tolist() == [1, 1, 1]
     with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid enum"):

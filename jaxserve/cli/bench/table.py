@@ -110,6 +110,7 @@ def _server(result: Mapping[str, Any]) -> Iterator[str]:
         f"padding {_percent(server['padding_share'])}",
         f"host gap {_percent(server['host_gap_share'])}",
         f"{len(server['buckets'])} buckets ran",
+        f"captured {_percent(server['captured_share'])}",
         f"{'unknown' if compiles is None else round(compiles)} compiles while serving",
         f"peak memory {'unknown' if memory is None else f'{memory / 2**30:.2f} GiB'}",
     ]

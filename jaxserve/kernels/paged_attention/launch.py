@@ -12,6 +12,7 @@ from jaxserve.shapes import HasShape
 # Programs that keep an H200's 132 processors busy: two each, so that one's loads hide the other's.
 WANTED_PROGRAMS = 264
 MAX_SPLITS = 32
+SPLIT_LEN = 512  # tokens; a whole number of every launch's blocks
 
 # CUDA's limit on the second and third axis of a grid; the first may have 2**31 - 1.
 MAX_GRID = 65535
@@ -87,6 +88,12 @@ def find_launch(
         num_splits=num_splits,
         split_len=split_len,
     )
+
+
+def find_split_len(num_tokens: int) -> int:
+    """Returns the length of a split, in tokens, for rows of at most so many: the same for all of
+    them, and at most `MAX_SPLITS` splits."""
+    return SPLIT_LEN * -(-num_tokens // (SPLIT_LEN * MAX_SPLITS))
 
 
 def power_of_two(size: int) -> int:

@@ -147,6 +147,12 @@ def _server_tables(result: Mapping[str, Any]) -> Iterator[tuple[str, Table]]:
         ("memory, most", say_bytes(facts.number(server, "peak_memory_bytes"))),
         ("padding of all tokens", say_share(facts.number(server, "padding_share"))),
         ("host gap", say_share(facts.number(server, "host_gap_share"))),
+        ("programs a step", say(facts.number(server, "programs_per_step"))),
+        ("steps wholly in CUDA graphs", say_share(facts.number(server, "captured_share"))),
+        (
+            "steps in a larger bucket for want of theirs",
+            say(facts.number(delta, "bucket_fallbacks_total")),
+        ),
         ("preemptions", say(facts.number(server, "preemptions"))),
         ("tokens computed again", say(facts.number(server, "recomputed_tokens"))),
         ("programs compiled before", say(facts.number(server, "compiles", "before_serving"))),
