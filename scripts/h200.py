@@ -17,6 +17,7 @@ DUMP = Path(tempfile.mkdtemp(prefix="jaxserve-gpu-"))
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={DUMP} --xla_dump_emitter_re=ptx"
 )
+os.environ["MOSAIC_GPU_DUMP_TO"] = str(DUMP)  # its kernels are custom calls, which XLA dumps not
 
 import jax  # noqa: E402  # after the environment is set
 import numpy as np  # noqa: E402
@@ -108,10 +109,7 @@ class Resources:
 
 def read_resources(module: str, kernel: str) -> Resources:
     """Returns what the dumped module's kernel takes, by its launch and by ptxas."""
-    launch = re.search(
-        rf"{kernel} grid: \[.*?\] threads: \[(\d+), 1, 1\]\s+shared_memory: (\d+)",
-        thunk_sequence(module),
-    )
+    launch = _find_launch(module, kernel)
     listings = [path for path in DUMP.glob("*.ptx") if f".entry {kernel}" in path.read_text()]
     if launch is None or len(listings) != 1:
         sys.exit(f"{len(listings)} listings of {kernel} in {DUMP}: did the dump's form change?")
@@ -124,11 +122,26 @@ def read_resources(module: str, kernel: str) -> Resources:
         for kind in ("stores", "loads")
     )
     return Resources(
-        num_threads=int(launch[1]),
+        num_threads=launch[0],
         num_registers=max(map(int, re.findall(r"Used (\d+) registers", told))),
         spill_bytes=stores + loads,
-        shared_bytes=int(launch[2]),
+        shared_bytes=launch[1],
     )
+
+
+def _find_launch(module: str, kernel: str) -> tuple[int, int] | None:
+    """Returns a kernel's threads and bytes of shared memory: of XLA's own, or of Mosaic's."""
+    found = re.search(
+        rf"{kernel} grid: \[.*?\] threads: \[(\d+), 1, 1\]\s+shared_memory: (\d+)",
+        thunk_sequence(module),
+    )
+    if found is None:
+        texts = [path.read_text() for path in DUMP.glob(f"{kernel}_*after_layout_inference.txt")]
+        found = re.search(
+            r"threads\(.*?\) in \(\S+ = %c(\d+)\w*, .*dynamic_shared_memory_size %c(\d+)_",
+            "".join(texts),
+        )
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def _find_ptxas() -> Path:

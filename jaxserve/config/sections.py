@@ -310,10 +310,10 @@ class RunnerSection(Section):
     overlap: bool = pydantic.Field(
         True, description="Launch step n+1 before step n's result is read."
     )
-    attention: Literal["auto", "reference", "xla", "native", "triton"] = pydantic.Field(
+    attention: Literal["auto", "reference", "xla", "native", "triton", "mosaic"] = pydantic.Field(
         "auto",
         description="Attention implementation; auto is native on a CPU with a C++ compiler, else "
-        "xla. triton is for a GPU; on a CPU its kernel is interpreted, slowly.",
+        "xla. triton and mosaic are for a GPU; on a CPU their kernels are interpreted, slowly.",
     )
     matmul: Literal["auto", "xla", "native"] = pydantic.Field(
         "auto",

@@ -8,6 +8,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.kernels.choice import Kernels
 from jaxserve.kernels.dot import find_matmul_problem
 from jaxserve.kernels.paged_attention import Impl
+from jaxserve.kernels.paged_attention.launch import find_mosaic_problem
 from jaxserve.kernels.paged_attention.native import find_attention_problem
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.packing import product_sizes
@@ -21,20 +22,21 @@ def choose_kernels(
     model: ModelConfig,
     config: Config,
     *,
-    dtype: DtypeName,
+    dtypes: tuple[DtypeName, DtypeName],
     platform: str,
     cache_dir: Path | None,
 ) -> Kernels:
     """Returns the kernels, and has XLA know the native ones where any is chosen.
 
     Args:
-      dtype: of the weights.
+      dtypes: of the weights, and of the KV pool.
       cache_dir: where compiled native kernels are kept; None is the user's cache folder.
 
     Raises:
       ConfigError: the configuration names one that cannot be had here.
     """
     section = config.runner
+    dtype, kv_dtype = dtypes
     problem = _find_native_problem(platform)
     attention_problem = problem or find_attention_problem(model.head_dim)
     matmul_problem = problem or _find_matmul_problem(model, dtype)
@@ -50,9 +52,18 @@ def choose_kernels(
             attention_problem = attention_problem or str(error)
             matmul_problem = matmul_problem or str(error)
     if attention == "native" and attention_problem:
-        raise ConfigError(_explain("runner.attention", attention_problem))
+        raise ConfigError(_explain("attention", "native", attention_problem))
     if matmul == "native" and matmul_problem:
-        raise ConfigError(_explain("runner.matmul", matmul_problem))
+        raise ConfigError(_explain("matmul", "native", matmul_problem))
+    if attention == "mosaic":
+        mosaic_problem = find_mosaic_problem(
+            q_dtype=dtype,
+            kv_dtype=kv_dtype,
+            head_dim=model.head_dim,
+            page_size=config.kv.page_size,
+        )
+        if mosaic_problem:
+            raise ConfigError(_explain("attention", "mosaic", mosaic_problem))
     chosen = Kernels(
         attention=choose_attention(config, has_native=not attention_problem, platform=platform),
         matmul=("xla" if matmul_problem else "native") if matmul == "auto" else matmul,
@@ -74,6 +85,8 @@ def choose_attention(config: Config, *, has_native: bool, platform: str) -> Impl
             return "native" if has_native else "xla"  # nothing else is measured on a GPU yet
         case "triton" if platform != "gpu":
             return "triton_interpret"
+        case "mosaic" if platform != "gpu":
+            return "mosaic_interpret"
         case named:
             return named
 
@@ -91,5 +104,5 @@ def _find_matmul_problem(model: ModelConfig, dtype: DtypeName) -> str | None:
     return None
 
 
-def _explain(key: str, problem: str) -> str:
-    return f"{key} is native, but {problem}; set it to auto or xla"
+def _explain(key: str, value: str, problem: str) -> str:
+    return f"runner.{key} is {value}, but {problem}; set it to auto or xla"

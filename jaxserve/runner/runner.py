@@ -125,7 +125,11 @@ class Runner:
             config,
             dtypes=(dtype, kv_dtype),
             kernels=choose_kernels(
-                model_config, config, dtype=dtype, platform=platform, cache_dir=cache_dir
+                model_config,
+                config,
+                dtypes=(dtype, kv_dtype),
+                platform=platform,
+                cache_dir=cache_dir,
             ),
             programs=self._programs,
             compile_keys=compile_keys,

@@ -65,7 +65,7 @@ class Survey:
             config,
             dtypes=dtypes,
             kernels=choose_kernels(
-                model, config, dtype=dtypes[0], platform=platform, cache_dir=cache_dir
+                model, config, dtypes=dtypes, platform=platform, cache_dir=cache_dir
             ),
             programs=self._programs,
             compile_keys=self._compile,

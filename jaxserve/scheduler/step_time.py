@@ -11,7 +11,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.plan import Bucket, StepPlan
 
 # What attention's time grows with: the longest sequence of a step where it loops over padded rows
-# (xla), the tokens of all of them where each row is its own length (native, triton).
+# (xla), the tokens of all of them where each row is its own length (native, triton, mosaic).
 KvCost = Literal["longest", "all"]
 
 FORMAT: Final = 1
@@ -29,7 +29,7 @@ REFRESH: Final = 16  # steps after which the common slope is worked out again
 
 def kv_cost_of(attention: str) -> KvCost:
     """Returns what the time of an attention implementation grows with."""
-    return "all" if attention in ("native", "triton") else "longest"
+    return "all" if attention in ("native", "triton", "mosaic") else "longest"
 
 
 class StepWork(NamedTuple):

@@ -175,7 +175,7 @@ SLIPS = {
     "the block before a window's": ("- window + 1, 0)", "- window + 33, 0)"),
     "rows that no sequence holds": ("is_held_S = key_S < end", "is_held_S = key_S >= 0"),
     "lanes past the head": ("lane_H < H", "lane_H >= 0"),
-    "a split left out": ("share = pl.cdiv(", "share = -1 + pl.cdiv("),
+    "a split left out": ("-(-end // S), split, launch", "-(-end // S), split + 1, launch"),
     "splits added up, not weighed": ("jnp.log2(total_M)", "0.0"),
     "the next KV head": ("which, k, (", "which, (k + 1) % K, ("),
 }

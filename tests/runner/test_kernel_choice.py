@@ -33,12 +33,15 @@ def choose(
     model: ModelConfig = MODEL,
     *,
     dtype: DtypeName = "bfloat16",
+    kv_dtype: DtypeName = "bfloat16",
     platform: str = "cpu",
     attention: str = "auto",
     matmul: str = "auto",
 ) -> Kernels:
     config = load_config(flags={"runner.attention": attention, "runner.matmul": matmul})
-    return choose_kernels(model, config, dtype=dtype, platform=platform, cache_dir=None)
+    return choose_kernels(
+        model, config, dtypes=(dtype, kv_dtype), platform=platform, cache_dir=None
+    )
 
 
 def test_auto_is_native_where_all_is_there(
@@ -119,3 +122,17 @@ def test_without_a_compiler_auto_is_xla_and_native_is_refused(
         assert f"kernels {key} is xla reason=there is no C++ compiler" in caplog.text
         with pytest.raises(ConfigError, match=f"runner.{key} is native, but there is no C"):
             choose(**{key: "native"})  # type: ignore[arg-type]  # by name
+
+
+def test_mosaic_is_taken_where_its_kernel_is_written_for_the_model() -> None:
+    model = dataclasses.replace(MODEL, head_dim=64)
+    assert choose(model, platform="gpu", attention="mosaic") == Kernels(attention="mosaic")
+    refused: list[tuple[int, DtypeName, DtypeName, str]] = [
+        (16, "bfloat16", "bfloat16", "head_dim is 16, and it is written for 64, 96, 128, 256"),
+        (64, "float32", "float32", "the KV pool is float32"),
+        (256, "float32", "bfloat16", "queries are float32 and head_dim is 256"),
+    ]
+    for head_dim, dtype, kv_dtype, reason in refused:
+        model = dataclasses.replace(MODEL, head_dim=head_dim)
+        with pytest.raises(ConfigError, match=f"runner.attention is mosaic, but {reason}"):
+            choose(model, dtype=dtype, kv_dtype=kv_dtype, platform="gpu", attention="mosaic")

@@ -163,6 +163,8 @@ def test_every_field_that_a_program_can_see_is_in_one_table() -> None:
         ("auto", "gpu", "xla"),
         ("triton", "cpu", "triton_interpret"),
         ("triton", "gpu", "triton"),
+        ("mosaic", "cpu", "mosaic_interpret"),
+        ("mosaic", "gpu", "mosaic"),
         ("reference", "gpu", "reference"),
     ],
 )

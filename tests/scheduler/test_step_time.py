@@ -100,7 +100,13 @@ def test_the_smallest_program_seen_that_fits_is_found() -> None:
 
 @pytest.mark.parametrize(
     ("attention", "kv_cost"),
-    [("xla", "longest"), ("reference", "longest"), ("native", "all"), ("triton", "all")],
+    [
+        ("xla", "longest"),
+        ("reference", "longest"),
+        ("native", "all"),
+        ("triton", "all"),
+        ("mosaic", "all"),
+    ],
 )
 def test_attention_costs_what_its_implementation_reads(attention: str, kv_cost: str) -> None:
     assert kv_cost_of(attention) == kv_cost

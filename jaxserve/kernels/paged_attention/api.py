@@ -10,8 +10,10 @@ from jaxserve.errors import ShapeError
 from jaxserve.kernels.paged_attention import native, reference, xla
 from jaxserve.shapes import check_shapes
 
-# "triton" needs a CUDA GPU; "triton_interpret" is its kernel run as plain XLA operations, slowly.
-Impl = Literal["reference", "xla", "native", "triton", "triton_interpret"]
+# "triton" and "mosaic" need a CUDA GPU; with "_interpret" their kernels are simulated, slowly.
+Impl = Literal[
+    "reference", "xla", "native", "triton", "triton_interpret", "mosaic", "mosaic_interpret"
+]
 
 
 class Attend(Protocol):
@@ -134,4 +136,10 @@ def _attend_of(impl: Impl, split_len: int | None) -> Attend:
 
             return functools.partial(
                 triton.attend, split_len=split_len, interpret=impl == "triton_interpret"
+            )
+        case "mosaic" | "mosaic_interpret":
+            from jaxserve.kernels.paged_attention import mosaic
+
+            return functools.partial(
+                mosaic.attend, split_len=split_len, interpret=impl == "mosaic_interpret"
             )

@@ -1,4 +1,4 @@
-"""How the Triton kernel of `paged_attention` is cut into programs, by the shape of its call."""
+"""How the GPU kernels of `paged_attention` are cut into programs, by the shape of their call."""
 
 import dataclasses
 import math
@@ -20,6 +20,12 @@ MAX_GRID = 65535
 # Rows of a program's product, (query, head) pairs of one KV head: what tensor cores take at least,
 # and where Hopper's own wide form begins.
 MIN_ROWS, MAX_ROWS = 16, 64
+
+# What the Mosaic kernel is written for: tiles of 32 or 64 lanes, pages that are whole tiles.
+MOSAIC_HEAD_DIMS = (64, 96, 128, 256)
+MOSAIC_MIN_PAGE = 16
+# Queries of float32 are three of bfloat16: of 256 lanes that spilled 280 bytes of registers.
+MOSAIC_MAX_WIDE_HEAD_DIM = 128
 
 
 class HasDtype(HasShape, Protocol):
@@ -73,19 +79,11 @@ def find_launch(
             rows = MIN_ROWS
         block_tokens = 64 if H <= 128 else 32
         num_warps = 8 if rows == MAX_ROWS and H > 128 else 4
-    S = page_table_XP.shape[1] * R
-    if split_len is not None:
-        num_splits = -(-S // split_len)
-    else:
-        num_programs = X * -(-(N // K * Q) // rows) * K
-        num_splits = max(1, min(WANTED_PROGRAMS // num_programs, S // (2 * block_tokens)))
-        num_splits = min(num_splits, MAX_SPLITS)
-    return Launch(
-        rows=rows,
-        block_tokens=block_tokens,
-        num_warps=num_warps,
-        num_stages=2,
-        num_splits=num_splits,
+    launch = Launch(rows=rows, block_tokens=block_tokens, num_warps=num_warps, num_stages=2)
+    return _split_up(
+        launch,
+        num_programs=X * -(-(N // K * Q) // rows) * K,
+        num_tokens=page_table_XP.shape[1] * R,
         split_len=split_len,
     )
 
@@ -94,6 +92,62 @@ def find_split_len(num_tokens: int) -> int:
     """Returns the length of a split, in tokens, for rows of at most so many: the same for all of
     them, and at most `MAX_SPLITS` splits."""
     return SPLIT_LEN * -(-num_tokens // (SPLIT_LEN * MAX_SPLITS))
+
+
+def find_mosaic_launch(
+    q_XQNH: HasDtype,
+    kv_C2KRH: HasDtype,
+    page_table_XP: HasShape,
+    *,
+    split_len: int | None = None,
+) -> Launch:
+    """Returns the launch of the Mosaic kernel: a warpgroup, and the 64 rows of its products."""
+    X, Q, N, H = q_XQNH.shape
+    K, R = kv_C2KRH.shape[2:4]
+    block_tokens = 64 if H <= 128 else 32
+    return _split_up(
+        Launch(rows=MAX_ROWS, block_tokens=block_tokens, num_warps=4, num_stages=2),
+        num_programs=X * -(-(N // K * Q) // MAX_ROWS) * K,
+        num_tokens=page_table_XP.shape[1] * R,
+        split_len=split_len,
+    )
+
+
+def _split_up(
+    launch: Launch, *, num_programs: int, num_tokens: int, split_len: int | None
+) -> Launch:
+    """Returns the launch with splits: of the length asked, or to keep all processors busy.
+
+    Args:
+      num_programs: of the call without splits.
+      num_tokens: of a page table.
+    """
+    if split_len is not None:
+        num_splits = -(-num_tokens // split_len)
+        return dataclasses.replace(launch, num_splits=num_splits, split_len=split_len)
+    num_splits = min(WANTED_PROGRAMS // num_programs, num_tokens // (2 * launch.block_tokens))
+    return dataclasses.replace(launch, num_splits=max(1, min(num_splits, MAX_SPLITS)))
+
+
+def find_mosaic_problem(
+    *, q_dtype: str, kv_dtype: str, head_dim: int, page_size: int
+) -> str | None:
+    """Returns why the Mosaic kernel cannot compute such a call."""
+    if kv_dtype != "bfloat16":
+        return f"the KV pool is {kv_dtype}, and its products take bfloat16 alone"
+    if head_dim not in MOSAIC_HEAD_DIMS:
+        sizes = ", ".join(map(str, MOSAIC_HEAD_DIMS))
+        return f"head_dim is {head_dim}, and it is written for {sizes}"
+    if q_dtype not in ("bfloat16", "float32"):
+        return f"queries are {q_dtype}, not bfloat16 or float32"
+    if q_dtype == "float32" and head_dim > MOSAIC_MAX_WIDE_HEAD_DIM:
+        return (
+            f"queries are float32 and head_dim is {head_dim}: beyond {MOSAIC_MAX_WIDE_HEAD_DIM} "
+            "the weights' parts do not fit in registers"
+        )
+    if page_size < MOSAIC_MIN_PAGE or page_size != power_of_two(page_size):
+        return f"page_size is {page_size}, not a power of two from {MOSAIC_MIN_PAGE} on"
+    return None
 
 
 def power_of_two(size: int) -> int:

@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plt
 
 from jaxserve.kernels.dot import dot, wider_dtype
 from jaxserve.kernels.paged_attention.launch import Launch, check_launch, find_launch, power_of_two
+from jaxserve.kernels.paged_attention.splits import combine_splits, share_of_blocks
 from jaxserve.kernels.paged_attention.xla import LOWEST, Carry
 
 # The softmax is computed in powers of two, which the hardware has an instruction for.
@@ -84,17 +85,7 @@ def attend(
     )(q_XQNH, kv_C2KRH, page_table_XP, q_starts_X, q_lens_X)
     if splits == 1:
         return outputs[0]
-    return _combine(*outputs).astype(q_XQNH.dtype)
-
-
-def _combine(part_XSQNH: jax.Array, log_total_XSQN: jax.Array) -> jax.Array:
-    """Returns float32 ``out_XQNH`` of the splits' parts; log_total is in powers of two.
-
-    A split that saw no key has log_total LOWEST and a part of 0; so has every split of padding.
-    """
-    share_XSQN = jnp.exp2(log_total_XSQN - log_total_XSQN.max(1, keepdims=True))
-    share_XSQN = share_XSQN / share_XSQN.sum(1, keepdims=True)
-    return (part_XSQNH * share_XSQN[..., None]).sum(1)
+    return combine_splits(*outputs).astype(q_XQNH.dtype)
 
 
 def _attend_program(
@@ -135,7 +126,7 @@ def _attend_program(
     begin: jax.Array | int = 0
     if window is not None:
         begin = jnp.maximum(start + first_query - window + 1, 0)
-    first_block, last_block = _share_of_blocks(begin // S, -(-end // S), split, launch=launch)
+    first_block, last_block = share_of_blocks(begin // S, -(-end // S), split, launch=launch)
 
     is_lane_1H = (lane_H < H)[None, :]
     is_real_MH = (query_M < q_len)[:, None] & is_lane_1H
@@ -221,16 +212,3 @@ def _dot(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
 def _spread(shape: tuple[int, ...], *indices: jax.Array | int) -> tuple[jax.Array, ...]:
     """Returns every index in full: interpreted loads take no mix of scalars and arrays."""
     return tuple(jnp.broadcast_to(jnp.asarray(index, jnp.int32), shape) for index in indices)
-
-
-def _share_of_blocks(
-    first: jax.Array | int, last: jax.Array, split: jax.Array, *, launch: Launch
-) -> tuple[jax.Array | int, jax.Array]:
-    """Returns the split's share of the blocks [first, last)."""
-    if launch.split_len is not None:
-        fixed = launch.split_len // launch.block_tokens
-        return jnp.maximum(split * fixed, first), jnp.minimum((split + 1) * fixed, last)
-    if launch.num_splits == 1:
-        return first, last
-    share = pl.cdiv(jnp.maximum(last - first, 0), launch.num_splits)
-    return first + split * share, jnp.minimum(first + (split + 1) * share, last)

@@ -1,0 +1,231 @@
+"""The Mosaic GPU kernel's own matters: how its work is cut, what it refuses, and that a slip in it,
+a forgotten barrier too, would be seen."""
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax import numpy as jnp
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxserve.errors import ShapeError
+from jaxserve.kernels.paged_attention import mosaic, paged_attention
+from jaxserve.kernels.paged_attention.launch import (
+    MAX_GRID,
+    MAX_SPLITS,
+    Launch,
+    find_mosaic_launch,
+    find_mosaic_problem,
+)
+from tests.kernels.mosaic_steps import LAUNCH, Shape, build, error_of, run
+from tests.kernels.ragged import TOLERANCE, Case, attend, build_step
+
+SMALL = dataclasses.replace(
+    Shape().layout, num_single_rows=2, num_tiles=1, tile=8, width=25, num_pages=50
+)
+SHAPE = Shape(layout=SMALL, heads=(9, 1), launch=dataclasses.replace(LAUNCH, num_splits=2))
+WINDOWED = dataclasses.replace(SHAPE, window=90)
+# Seven blocks in two shares, through a ring of two; a row that ends a token after a page; a tile
+# that is not full.
+CASES = [Case(1, 400), Case(1, 17), Case(5, 200)]
+
+# A slip each, and a part of the source that it changes.
+SLIPS = {
+    "queries not waited for": ("        plgpu.barrier_wait(q_loaded)\n", ""),
+    "K not waited for": ("        plgpu.barrier_wait(k_loaded.at[stage])\n", ""),
+    "V not waited for": ("        plgpu.barrier_wait(v_loaded.at[stage])\n", ""),
+    "output not waited for": ("    plgpu.wait_smem_to_gmem(0)", "    pass"),
+    "output not committed": ("    plgpu.commit_smem()\n    row, pairs", "    row, pairs"),
+    "the page after, at a page's last token": ("ref[x, key // R]", "ref[x, (key + 1) // R]"),
+    "a key more, at a page's edge": ("first=end - first_key,", "first=end + 1 - first_key,"),
+    "a key too few": (
+        "start + jnp.minimum(last_query + 1, q_len), 0)",
+        "start + jnp.minimum(last_query, q_len), 0)",
+    ),
+    "its own key unseen": ("key_MS <= along_rows(position_M", "key_MS < along_rows(position_M"),
+    "a window one too wide": ("key_MS > along_rows(", "key_MS >= along_rows("),
+    "the block before a window's": ("call.window + 1, 0)", "call.window + 65, 0)"),
+    "a split left out": ("pl.cdiv(end, S), split,", "pl.cdiv(end, S), split + 1,"),
+    "splits added up, not weighed": ("top_M + jnp.log2(total_M)", "top_M"),
+    "the next KV head's K": ("(page * 2 + which) * K + k,", "(page * 2 + 1 - which) * K + k,"),
+    "a block fetched too early": ("fetch(index + stages, stage)", "fetch(index + 1, stage)"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _reset() -> Iterator[None]:
+    """A simulation that failed leaves its memories behind."""
+    yield
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def slipped_kernel(old: str, new: str) -> types.ModuleType:
+    source = Path(mosaic.__file__).read_text()
+    assert source.count(old) == 1, f"{old!r} is there {source.count(old)} times"
+    module = types.ModuleType("slipped")
+    exec(compile(source.replace(old, new), "slipped.py", "exec"), module.__dict__)
+    return module
+
+
+def fault_of(shape: Shape, kernel: types.ModuleType) -> str | None:
+    """Returns what the simulation or the oracle finds in a kernel."""
+    step = build(shape, CASES)
+    try:
+        out_TNH = run(shape, step, kernel=kernel)
+        error = error_of(shape, step, out_TNH)
+    except jax.errors.JaxRuntimeError as raised:
+        return str(raised)
+    except AssertionError:
+        return "padding is not 0"
+    if gpu_callbacks.get_races().races_found:
+        return "race"
+    return None if error < TOLERANCE["bfloat16"] else f"error {error}"
+
+
+@pytest.mark.parametrize("shape", [SHAPE, WINDOWED], ids=["all keys", "window"])
+def test_what_the_slips_are_cut_from_has_no_fault(shape: Shape) -> None:
+    assert fault_of(shape, mosaic) is None
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_a_slip_in_the_kernel_is_seen(name: str) -> None:
+    shape = WINDOWED if "window" in name else SHAPE
+    assert fault_of(shape, slipped_kernel(*SLIPS[name])) is not None
+
+
+def test_garbage_past_a_row_and_in_padding_changes_no_bit() -> None:
+    step = build(SHAPE, CASES[1:])
+    wanted_TNH = run(SHAPE, step)
+    step.q_starts_X[1] = 2**30
+    step.page_table_XP[1] = -1
+    step.page_table_XP[0, 2:] = 2**30  # past the last page of a row of 17
+    is_padding_T = np.ones(len(step.q_TNH), bool)
+    is_padding_T[np.concatenate(step.tokens)] = False
+    step.q_TNH[is_padding_T] = np.nan
+    np.testing.assert_array_equal(run(SHAPE, step), wanted_TNH)
+
+
+def test_splits_of_one_length_make_a_row_the_same_in_every_step() -> None:
+    narrow_shape = dataclasses.replace(SHAPE, layout=dataclasses.replace(SMALL, width=13))
+    wide_shape = dataclasses.replace(SHAPE, layout=dataclasses.replace(SMALL, width=20))
+    narrow = build(narrow_shape, [Case(1, 100)])
+    wide = build(wide_shape, [Case(1, 100), Case(1, 200)])
+    wide.q_TNH[0] = narrow.q_TNH[0]
+    for before, after in zip(narrow.page_table_XP[0, :7], wide.page_table_XP[0, :7], strict=True):
+        wide.kv_C2KRH[after] = narrow.kv_C2KRH[before]
+
+    def are_equal(num_splits: int, num_wide_splits: int, *, split_len: int | None) -> bool:
+        launch = dataclasses.replace(LAUNCH, num_splits=num_splits, split_len=split_len)
+        wide_launch = dataclasses.replace(launch, num_splits=num_wide_splits)
+        in_narrow = run(dataclasses.replace(narrow_shape, launch=launch), narrow)[0]
+        in_wide = run(dataclasses.replace(wide_shape, launch=wide_launch), wide)[0]
+        return np.array_equal(in_narrow, in_wide)
+
+    assert are_equal(4, 5, split_len=64)
+    assert not are_equal(1, 2, split_len=None)  # the test can see bits that differ
+
+
+def test_a_caller_reaches_the_kernel_by_name() -> None:
+    step = build(SHAPE, CASES)
+    for split_len in (None, 64):
+        out_TNH = attend(step, SMALL, impl="mosaic_interpret", split_len=split_len)
+        assert error_of(SHAPE, step, out_TNH) < TOLERANCE["bfloat16"]
+    with pytest.raises(ShapeError, match="100 tokens is no whole number of blocks of 64"):
+        attend(step, SMALL, impl="mosaic_interpret", split_len=100)
+
+
+def problem_of(
+    *,
+    q_dtype: str = "bfloat16",
+    kv_dtype: str = "bfloat16",
+    head_dim: int = 128,
+    page_size: int = 16,
+) -> str | None:
+    return find_mosaic_problem(
+        q_dtype=q_dtype, kv_dtype=kv_dtype, head_dim=head_dim, page_size=page_size
+    )
+
+
+def test_what_the_kernel_cannot_do_is_refused_by_name() -> None:
+    assert problem_of() is None
+    assert problem_of(q_dtype="float32", page_size=128) is None
+    for problem, wanted in (
+        (problem_of(kv_dtype="float32"), "the KV pool is float32, and its products take bfloat16"),
+        (problem_of(head_dim=80), "head_dim is 80, and it is written for 64, 96, 128, 256"),
+        (problem_of(q_dtype="float16"), "queries are float16, not bfloat16 or float32"),
+        (problem_of(q_dtype="float32", head_dim=256), "queries are float32 and head_dim is 256"),
+        (problem_of(page_size=8), "page_size is 8, not a power of two from 16 on"),
+        (problem_of(page_size=48), "page_size is 48, not a power of two from 16 on"),
+    ):
+        assert problem is not None
+        assert problem.startswith(wanted)
+
+
+def test_a_call_that_is_refused_says_whose_limit_it_is() -> None:
+    step = build_step([Case(1, 9)], SMALL, page=16, head_dim=64)
+    with pytest.raises(ShapeError, match="mosaic: the KV pool is float32"):
+        attend(step, SMALL, impl="mosaic_interpret")
+
+
+def test_the_splits_of_a_long_context_are_used_by_a_call_of_few_rows() -> None:
+    def launch_of(X: int, Q: int, P: int, split_len: int | None = None) -> Launch:
+        return find_mosaic_launch(
+            jax.ShapeDtypeStruct((X, Q, 32, 128), jnp.bfloat16),
+            jax.ShapeDtypeStruct((1000, 2, 8, 16, 128), jnp.bfloat16),
+            jax.ShapeDtypeStruct((X, P), jnp.int32),
+            split_len=split_len,
+        )
+
+    assert launch_of(1, 1, 2048).num_splits == MAX_SPLITS
+    assert launch_of(8, 1, 2048).num_splits == 4
+    assert launch_of(64, 1, 2048).num_splits == 1
+    assert launch_of(1, 1, 16).num_splits == 2  # 256 tokens: two blocks each
+    assert launch_of(64, 1, 2048, split_len=1024).num_splits == 32
+    assert launch_of(4, 32, 2048).num_splits == 4  # 128 pairs a row: two programs
+
+
+def shapes_of(num_rows: int) -> list[jax.ShapeDtypeStruct]:
+    """Returns the arguments of a decode step of many rows."""
+    arrays: list[tuple[tuple[int, ...], str]] = [
+        ((num_rows, 4, 64), "bfloat16"),
+        ((100, 2, 2, 16, 64), "bfloat16"),
+        ((num_rows, 4), "int32"),
+        ((num_rows,), "int32"),
+        ((num_rows,), "int32"),
+    ]
+    return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in arrays]
+
+
+def test_a_batch_of_any_size_has_its_rows_on_the_grids_long_axis(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grids: list[tuple[int, ...]] = []
+    real_kernel = plgpu.kernel
+
+    def watch(body: Callable[..., None], *, grid: tuple[int, ...], **options: object) -> object:
+        grids.append(grid)
+        return real_kernel(body, grid=grid, **options)  # type: ignore[arg-type]  # as they came
+
+    monkeypatch.setattr(plgpu, "kernel", watch)
+    X = MAX_GRID + 1
+
+    def attend_all(*arrays: jax.Array) -> jax.Array:
+        return paged_attention(*arrays, num_single_rows=X, tile=1, scale=1.0, impl="mosaic")
+
+    jax.eval_shape(attend_all, *shapes_of(X))
+    assert grids == [(1, 2, X)]  # Mosaic turns it around: the last is CUDA's first
+
+
+def test_the_kernel_is_lowered_for_a_gpu_where_there_is_none() -> None:
+    def attend_all(*arrays: jax.Array) -> jax.Array:
+        return paged_attention(*arrays, num_single_rows=8, tile=1, scale=1.0, impl="mosaic")
+
+    # Nothing is kept between versions of jax, so nothing need be stable.
+    unchecked = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+    export = jax.export.export(jax.jit(attend_all), platforms=["cuda"], disabled_checks=unchecked)
+    assert "@mosaic_gpu_v2" in export(*shapes_of(8)).mlir_module()
