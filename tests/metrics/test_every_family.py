@@ -108,7 +108,7 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "bucket_fallbacks": ("device", {}),  # all its buckets have the same rows
     "captured_steps": ("device", {}),  # of a GPU: tests/test_mechanisms.py
     "output_programs": ("device", {"4 greedy,greedy": 3, "4 full,full": 2}),
-    "side_programs": ("device", {"row_load": 3, "score": 1, "page_copy": 1}),
+    "side_programs": ("device", {"row_load": 2, "score": 1, "page_copy": 1}),
     "compiles": ("device", dict.fromkeys(PROGRAMS, 1)),
     "compile_seconds": ("device", dict.fromkeys(PROGRAMS, 2)),  # of two starts
     "compile_cache_hits": ("device", dict.fromkeys(PROGRAMS, 1)),

@@ -7,7 +7,8 @@ import pytest
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.model.sampling import Variant
-from jaxserve.plan import Bucket
+from jaxserve.plan import Bucket, Chunk, StepPlan
+from jaxserve.runner.batch import find_plan_bucket
 from jaxserve.runner.buckets import (
     VARIANTS,
     BucketScheme,
@@ -45,6 +46,57 @@ def test_the_default_scheme_is_fifteen_forwards_and_fifteen_outputs() -> None:
     assert set(elsewhere.forwards) - set(scheme.forwards) == {_bucket(1)}
     assert elsewhere.outputs == scheme.outputs
     assert scheme.max_tokens == 32 + 256
+
+
+def _plan(*lens: int) -> StepPlan:
+    chunks = tuple(
+        Chunk(
+            sequence_id=n,
+            row=n,
+            start=0,
+            num_tokens=num_tokens,
+            token_ids=(1,) * num_tokens,
+            samples=False,
+            output_index=0,
+            prompt_len=64,
+        )
+        for n, num_tokens in enumerate(lens)
+    )
+    return StepPlan(step_id=0, chunks=chunks)
+
+
+@pytest.mark.parametrize(
+    ("lens", "bucket", "is_fallback"),
+    [
+        ((1,), (2, 0), False),
+        ((1, 1, 1), (4, 0), False),
+        ((1,) * 5, (8, 0), False),
+        ((1,) * 8 + (20,), (8, 64), False),
+        ((1,) * 8 + (60, 20), (8, 128), False),  # tiles: 64 and 32
+        ((1, 1, 1, 20), (8, 64), True),  # 4x1+64 was not compiled
+        ((20,), (8, 64), True),  # nor was 2x1+64
+        ((1,) * 9 + (20,), (32, 64), True),  # nor 16x1+64
+        ((1,) * 20 + (20,), (32, 64), False),
+    ],
+)
+def test_a_step_falls_back_where_its_sizes_were_not_compiled_together(
+    lens: tuple[int, ...], bucket: tuple[int, int], is_fallback: bool
+) -> None:
+    scheme, plan = _scheme(), _plan(*lens)
+    found = find_plan_bucket(plan, scheme)
+    assert found == _bucket(*bucket)
+    assert scheme.is_fallback(found, plan) is is_fallback
+
+
+def test_batch_invariance_leaves_one_shape_whatever_the_lists_are() -> None:
+    scheme = _scheme(runner={"batch_invariant": True})
+    assert scheme.forwards == (_bucket(32, 256),)
+    assert scheme.outputs == (OutputBucket(rows=32, variant="full"),)
+    assert scheme.find_bucket(1, 0) == _bucket(32, 256)
+    assert scheme.find_output(1, "greedy").variant == "full"
+    assert not scheme.is_fallback(_bucket(32, 256), _plan(1))
+    reached = scheme.reachable(_reach(300, 5), max_step_tokens=None)
+    assert (reached.forwards, reached.outputs) == (scheme.forwards, scheme.outputs)
 
 
 @pytest.mark.parametrize("max_seqs", [1, 2, 3, 8, 31, 33, 64])

@@ -18,6 +18,7 @@ from jaxserve.kernels.dot import MatmulImpl
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.params import Params
+from jaxserve.plan import Bucket
 from jaxserve.runner import programs
 from jaxserve.runner.batch import SCORE_WIDTH
 from jaxserve.runner.buckets import Reach
@@ -399,6 +400,28 @@ def test_a_compile_after_warm_up_raises_where_it_is_forbidden(params: Params) ->
     assert metrics.value("recompiles_total") >= 1
     with pytest.raises(RecompileError, match="compiled after warm-up"):
         driver.generate(driver.row(0, prompt_of(5)), num_tokens=1)
+
+
+def test_a_compile_in_a_step_is_counted_by_its_bucket(
+    params: Params, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = Metrics()
+    runner = _start(params, metrics, None)
+    forward = runner._run_forward
+
+    def compile_too(bucket: Bucket, packed_I: jax.Array) -> jax.Array:
+        jax.jit(lambda x: x * 11 + 1).lower(jax.ShapeDtypeStruct((3,), "float32")).compile()
+        return forward(bucket, packed_I)
+
+    monkeypatch.setattr(runner, "_run_forward", compile_too)
+    driver = Driver(runner)
+    driver.step((driver.row(0, prompt_of(5)), 5))
+    assert metrics.value("recompiles_total", bucket="2x1+8") >= 1
+    assert metrics.value("recompiles_total", bucket="") == 0
+    assert "compiled after warm-up function=" in caplog.text
+    assert "bucket=2x1+8" in caplog.text
+    jax.jit(lambda x: x * 13 + 1).lower(jax.ShapeDtypeStruct((3,), "float32")).compile()
+    assert metrics.value("recompiles_total", bucket="") >= 1
 
 
 def test_a_compile_after_warm_up_is_counted_where_it_is_not(params: Params) -> None:
