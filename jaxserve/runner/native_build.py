@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 HERE: Final = Path(__file__).parents[1] / "kernels" / "native"
 SOURCES: Final = ("attention.cc", "dot.cc")
 TARGETS: Final = ("jaxserve_paged_attention", "jaxserve_dot")
-FLAGS: Final = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fno-exceptions", "-w")
+FLAGS: Final = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-fno-exceptions", "-w")
 COMPILERS: Final = ("c++", "g++", "clang++")
 TIMEOUT_S: Final = 300.0
 
@@ -93,7 +93,7 @@ def _build(compiler: tuple[str, ...], folder: Path) -> Path:
     with ThreadPoolExecutor(len(SOURCES)) as pool:
         objects = list(pool.map(compile_one, SOURCES))
     built = folder / "native.so"
-    _run([*compiler, *FLAGS, *objects, "-o", str(built)])
+    _run([*compiler, *FLAGS, "-shared", *objects, "-o", str(built)])
     return built
 
 
