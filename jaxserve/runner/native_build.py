@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 HERE: Final = Path(__file__).parents[1] / "kernels" / "native"
 SOURCES: Final = ("attention.cc", "dot.cc")
 TARGETS: Final = ("jaxserve_paged_attention", "jaxserve_dot")
-FLAGS: Final = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fno-exceptions", "-w")
+FLAGS: Final = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-fno-exceptions", "-w")
 COMPILERS: Final = ("c++", "g++", "clang++")
 TIMEOUT_S: Final = 300.0
 
@@ -68,10 +69,8 @@ def load_native(cache_dir: Path | None) -> None:
     except OSError as error:
         raise NativeUnavailableError(f"there is no folder to compile in: {error}") from error
     with folder:
-        built = Path(folder.name) / "native.so"
         began_s = time.monotonic()
-        sources = [str(HERE / name) for name in SOURCES]
-        _run([*compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", *sources, "-o", str(built)])
+        built = _build(compiler, Path(folder.name))
         logger.info(
             "native kernels built compiler=%s seconds=%.1f",
             " ".join(compiler),
@@ -80,6 +79,22 @@ def load_native(cache_dir: Path | None) -> None:
         _register(built)
         if path is not None:
             _keep(built, path)
+
+
+def _build(compiler: tuple[str, ...], folder: Path) -> Path:
+    """Returns a library of all sources, which are compiled side by side."""
+
+    def compile_one(name: str) -> str:
+        compiled = str(folder / f"{name}.o")
+        include = f"-I{jax.ffi.include_dir()}"
+        _run([*compiler, *FLAGS, include, "-c", str(HERE / name), "-o", compiled])
+        return compiled
+
+    with ThreadPoolExecutor(len(SOURCES)) as pool:
+        objects = list(pool.map(compile_one, SOURCES))
+    built = folder / "native.so"
+    _run([*compiler, *FLAGS, "-shared", *objects, "-o", str(built)])
+    return built
 
 
 def find_compiler() -> tuple[str, ...] | None:

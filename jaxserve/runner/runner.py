@@ -145,13 +145,13 @@ class Runner:
         with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-load") as pool:
             loading = pool.submit(self._load, params, dtype)
             compile_keys(keys)
-            loaded = loading.result()
+            self._run = {(key.kind, key.bucket): self._programs[key] for key in keys}
             with naming_lack_of_memory():
-                self._params = place_params(loaded)
-        self._run = {(key.kind, key.bucket): self._programs[key] for key in keys}
+                # while weights are still read: to clear the pool takes as long as some of them
+                self._kv, self._state, self._hidden_TD = self._run["init", None]()
+                self._params = place_params(loading.result())
         self._head = head_params(self._params)
         with naming_lack_of_memory():
-            self._kv, self._state, self._hidden_TD = self._run["init", None]()
             self._no_mask = {
                 output: jax.device_put(build_masks((), {}, output, self._spec))
                 for output in self._scheme.outputs

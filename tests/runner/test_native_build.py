@@ -30,7 +30,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(build, "_loaded", [])
     monkeypatch.setattr(build, "_register", register)
-    monkeypatch.setattr(build, "FLAGS", ("-std=c++20", "-fPIC", "-shared", "-w"))
+    monkeypatch.setattr(build, "FLAGS", ("-std=c++20", "-fPIC", "-w"))
     monkeypatch.delenv("CXX", raising=False)
     return registered
 
