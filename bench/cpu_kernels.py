@@ -215,7 +215,7 @@ def build_served(
         config,
         dtypes=("bfloat16", "bfloat16"),
         kernels=choose_kernels(
-            MODEL, config, dtype="bfloat16", platform="cpu", cache_dir=cache_dir
+            MODEL, config, dtypes=("bfloat16", "bfloat16"), platform="cpu", cache_dir=cache_dir
         ),
         programs=programs,
         compile_keys=compile_keys,

@@ -7,7 +7,6 @@ from jaxserve.config.load import (
     find_problems,
     load_config,
     read_cxx,
-    read_xla_flags,
     resolve_config,
 )
 from jaxserve.config.sections import (
@@ -70,6 +69,5 @@ __all__ = [
     "is_loopback",
     "load_config",
     "read_cxx",
-    "read_xla_flags",
     "resolve_config",
 ]

@@ -88,11 +88,6 @@ def read_cxx() -> str:
     return os.environ.get("CXX", "").strip()
 
 
-def read_xla_flags() -> str:
-    """Returns the flags that the environment gives XLA."""
-    return os.environ.get("XLA_FLAGS", "")
-
-
 def default_cache_dir() -> Path:
     """Returns jaxserve's folder in the user's cache folder (XDG_CACHE_HOME, else the system's)."""
     home = os.environ.get("XDG_CACHE_HOME")

@@ -19,16 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def persistent_cache(root: Path | None) -> Iterator[CacheEntries | None]:
-    """Has JAX keep what is compiled inside, however small, in a versioned folder under `root`, and
-    yields the folder's entries; None where there are none.
+def persistent_cache(root: Path | None) -> Iterator[None]:
+    """Has JAX keep what is compiled inside, however small, in a versioned folder under `root`.
 
     A folder that cannot be used is a warning, never an error; so is an entry that cannot be read
     or kept (`CacheEntries`). JAX's own settings hold again afterwards.
     """
     folder = _usable_folder(root) if root else None
     if folder is None:
-        yield None
+        yield
         return
     settings = {
         "jax_compilation_cache_dir": str(folder),
@@ -38,10 +37,9 @@ def persistent_cache(root: Path | None) -> Iterator[CacheEntries | None]:
     }
     before = {name: getattr(jax.config, name) for name in settings}
     _apply(settings)
-    entries = CacheEntries(folder)
-    entries.install()
+    CacheEntries(folder).install()
     try:
-        yield entries
+        yield
     finally:
         _apply(before)
 

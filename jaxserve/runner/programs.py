@@ -28,7 +28,6 @@ from jaxserve.runner.buckets import VARIANTS, BucketScheme, OutputBucket, Reach
 from jaxserve.runner.capture import COMMAND_KINDS, Capture, read_capture
 from jaxserve.runner.compile_cache import persistent_cache
 from jaxserve.runner.compile_watch import COMPILE_THREAD_PREFIX, CompileWatch
-from jaxserve.runner.program_store import ProgramStore
 from jaxserve.runner.spec import RunnerSpec
 from jaxserve.runner.state import COUNT_WIDTH, LOAD_WIDTH, add_counts, load_len, load_rows
 
@@ -138,13 +137,10 @@ class Programs:
         """
         missing = [key for key in keys if key not in self._compiled]
         with (
-            persistent_cache(cache_dir) as entries,
+            persistent_cache(cache_dir),
             ThreadPoolExecutor(num_threads, thread_name_prefix=COMPILE_THREAD_PREFIX) as pool,
         ):
-            # Not on a GPU: there nobody has tried it yet.
-            is_cpu = jax.default_backend() == "cpu"
-            store = ProgramStore(entries) if is_cpu and entries is not None else None
-            futures = {pool.submit(self._compile, key, store): key for key in missing}
+            futures = {pool.submit(self._compile, key): key for key in missing}
             try:
                 for num_done, future in enumerate(as_completed(futures), 1):
                     key = futures[future]
@@ -158,23 +154,16 @@ class Programs:
             finally:
                 pool.shutdown(cancel_futures=True)  # after a failure the rest is not compiled
 
-    def _compile(
-        self, key: ProgramKey, store: ProgramStore | None
-    ) -> tuple[jax.stages.Compiled, float, bool]:
+    def _compile(self, key: ProgramKey) -> tuple[jax.stages.Compiled, float, bool]:
         """Returns the program, the seconds it took, and whether nothing had to be compiled."""
         started_s = time.monotonic()
         watch = self._watch
         hits_before, compiles_before = watch.num_hits_here, watch.num_compiles_here
-        compiled = None if store is None else store.find(key.kind, repr(key))
-        num_found = int(compiled is not None)
-        if compiled is None:
-            compiled = lower(key).compile(compiler_options(key.spec, jax.default_backend()))
+        compiled = lower(key).compile(compiler_options(key.spec, jax.default_backend()))
         if key.spec.command_buffers:
             self._note_capture(key, read_capture(compiled.as_text() or ""))
-        num_hits = watch.num_hits_here - hits_before + num_found
+        num_hits = watch.num_hits_here - hits_before
         num_compiles = watch.num_compiles_here - compiles_before  # 0: this process had it already
-        if store is not None and num_compiles:
-            store.keep(key.kind, repr(key), compiled)
         seconds = time.monotonic() - started_s
         self._metrics.compile_seconds.labels(**key.labels).inc(seconds)
         self._metrics.cache_hits.labels(**key.labels).inc(num_hits)
