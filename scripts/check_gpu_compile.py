@@ -1,6 +1,6 @@
 """Compiles this engine's programs for an H200 on a machine without a GPU, and looks at the result.
 
-    python -m scripts.check_gpu_compile [--model 135m 8b] [--attention xla triton]
+    python -m scripts.check_gpu_compile [--model 135m 8b] [--attention xla triton mosaic]
 
 XLA's GPU pipeline needs no device and no driver, only its plugin, in a venv of its own:
 
@@ -115,7 +115,9 @@ def check_program(key: ProgramKey, mesh: jax.sharding.Mesh, pool_bytes: int) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["135m"])
-    parser.add_argument("--attention", nargs="+", choices=["xla", "triton"], default=["xla"])
+    parser.add_argument(
+        "--attention", nargs="+", choices=["xla", "triton", "mosaic"], default=["xla"]
+    )
     parser.add_argument("--kind", nargs="+", choices=list(MODULES), default=list(MODULES))
     parser.add_argument("--max-model-tokens", type=int, default=2048)
     arguments = parser.parse_args()

@@ -183,7 +183,7 @@ def attend_launched(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> np.ndarray:
-    """Returns what the interpreted Triton kernel gives with this launch."""
+    """Returns what an interpreted GPU kernel gives with this launch."""
     B, (_, N, H) = layout.num_single_rows, step.q_TNH.shape
     row_fields = (step.page_table_XP, step.q_starts_X, step.q_lens_X)
     attend_rows = _compile_rows(kernel, launch, H**-0.5, window, soft_cap)

@@ -43,10 +43,7 @@ SLIPS = {
     "output not committed": ("    plgpu.commit_smem()\n    row, pairs", "    row, pairs"),
     "the page after, at a page's last token": ("ref[x, key // R]", "ref[x, (key + 1) // R]"),
     "a key more, at a page's edge": ("first=end - first_key,", "first=end + 1 - first_key,"),
-    "a key too few": (
-        "start + jnp.minimum(last_query + 1, q_len), 0)",
-        "start + jnp.minimum(last_query, q_len), 0)",
-    ),
+    "a key too few": ("start + jnp.minimum(last_query + 1, q_len), 0)", "start, 0)"),
     "its own key unseen": ("key_MS <= along_rows(position_M", "key_MS < along_rows(position_M"),
     "a window one too wide": ("key_MS > along_rows(", "key_MS >= along_rows("),
     "the block before a window's": ("call.window + 1, 0)", "call.window + 65, 0)"),
