@@ -1,31 +1,25 @@
-"""Compiles every configuration of the GPU kernels for an H200 on a machine without a GPU.
+"""Every configuration of the GPU kernels: it compiles, spills no register, and as many of its
+programs fit on a processor as were planned, which is what hides the latency of their loads."""
 
-    python -m scripts.check_gpu_kernels [--only decode]
-
-The venv is that of scripts/check_gpu_compile.py. Checked of each: it compiles, spills no register,
-and as many of its programs fit on a processor as were planned: that is what hides the latency of
-their loads. The table it prints stands in docs/gpu.md. No time is measured.
-"""
-
-import argparse
 import dataclasses
 import functools
 import itertools
-import sys
-import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from scripts import h200  # first: it sets jax up
-
-import jax  # isort: skip
-from jax import numpy as jnp  # isort: skip
+import jax
+from jax import numpy as jnp
 
 from jaxserve.kernels.paged_attention import triton
 from jaxserve.kernels.paged_attention.launch import MAX_ROWS, Launch, find_launch
+from scripts.gpu_check import h200
+from scripts.gpu_check.dump import Resources, read_launch
+from scripts.gpu_check.faults import Fault, find_kernel_faults
 
 CHUNK_TILE = 16
 KERNELS = {1: "paged_attention_decode", CHUNK_TILE: "paged_attention_chunk"}
+SIZES = (64, 96, 128, 256)
+HEADS = ((8, 8), (32, 8), (28, 4), (32, 2))
 NUM_TOKENS = 8192  # of a page table
 
 
@@ -50,13 +44,11 @@ class Call:
 
 def all_calls() -> Iterator[Call]:
     """Every head size with every sharing of heads, page and dtype; then the options."""
-    heads = ((8, 8), (32, 8), (28, 4), (32, 2))
-    sizes = (64, 96, 128, 256)
-    for num_queries, head_dim in itertools.product(KERNELS, sizes):
+    for num_queries, head_dim in itertools.product(KERNELS, SIZES):
         base = Call(num_queries=num_queries, heads=(32, 8), head_dim=head_dim)
-        for shared, page in itertools.product(heads, (16, 32, 64, 128)):
+        for shared, page in itertools.product(HEADS, (16, 32, 64, 128)):
             yield dataclasses.replace(base, heads=shared, page=page)
-        for shared in heads:
+        for shared in HEADS:
             yield dataclasses.replace(base, heads=shared, dtype="float32", kv_dtype="float32")
         yield dataclasses.replace(base, dtype="float32")
         yield dataclasses.replace(base, window=1024)
@@ -65,11 +57,22 @@ def all_calls() -> Iterator[Call]:
         yield dataclasses.replace(base, split_len=1024)
 
 
-def compile_call(call: Call, mesh: jax.sharding.Mesh) -> tuple[Launch, h200.Resources]:
+def edge_calls() -> Iterator[Call]:
+    """Of each row of the table the plain call or the most intricate one: all launches there are."""
+    for num_queries, head_dim in itertools.product(KERNELS, SIZES):
+        base = Call(num_queries=num_queries, heads=(28, 4), head_dim=head_dim)
+        yield dataclasses.replace(base, window=1024, soft_cap=30.0)
+        yield dataclasses.replace(base, dtype="float32", kv_dtype="float32")
+        yield dataclasses.replace(base, dtype="float32")
+        if num_queries > 1:
+            yield dataclasses.replace(base, heads=(8, 8), page=128)  # fewer rows
+
+
+def compile_call(call: Call, mesh: jax.sharding.Mesh) -> tuple[Launch, Resources]:
     (N, K), H, R = call.heads, call.head_dim, call.page
     X, P = (8 if call.num_queries == 1 else 32), NUM_TOKENS // call.page
     arguments = [
-        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=h200.place_on(mesh))
         for shape, dtype in (
             ((X, call.num_queries, N, H), call.dtype),
             ((4 * P, 2, K, R, H), call.kv_dtype),
@@ -85,10 +88,16 @@ def compile_call(call: Call, mesh: jax.sharding.Mesh) -> tuple[Launch, h200.Reso
         soft_cap=call.soft_cap,
         split_len=call.split_len,
     )
-    attend.__name__ = "attend"  # type: ignore[attr-defined]  # jax names the module by it
-    h200.compile_for(mesh, jax.jit(attend), *arguments)
+    compiled = h200.compile_for(lambda: jax.jit(attend).lower(*arguments), mesh, {})
+    name = KERNELS[call.num_queries]
+    num_threads, shared_bytes = read_launch(compiled.thunk_sequence, name)
     launch = find_launch(*arguments[:3], split_len=call.split_len)
-    return launch, h200.read_resources("attend", KERNELS[call.num_queries])
+    return launch, Resources(
+        num_threads=num_threads,
+        num_registers=compiled.kernels[name].num_registers,
+        spill_bytes=compiled.kernels[name].spill_bytes,
+        shared_bytes=shared_bytes,
+    )
 
 
 def planned_resident(launch: Launch, call: Call) -> int:
@@ -103,21 +112,12 @@ def planned_resident(launch: Launch, call: Call) -> int:
     return 2 if call.head_dim <= 128 else 1
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=["decode", "chunk"])
-    arguments = parser.parse_args()
-    mesh, started_s = h200.make_mesh(), time.monotonic()
-    rows: dict[tuple[str, int, str, int, int, int], list[h200.Resources]] = defaultdict(list)
-    planned, faults = {}, 0
-    for call in all_calls():
-        if arguments.only not in (None, call.kind):
-            continue
+def check_kernels(calls: Iterable[Call], mesh: jax.sharding.Mesh) -> Iterator[Fault]:
+    """Prints a table of the calls, and yields what is wrong with them."""
+    rows: dict[tuple[str | int, ...], list[Resources]] = defaultdict(list)
+    planned: dict[tuple[str | int, ...], int] = {}
+    for call in calls:
         launch, resources = compile_call(call, mesh)
-        wanted = planned_resident(launch, call)
-        if resources.spill_bytes or resources.num_resident < wanted:
-            faults += 1
-            print(f"FAULT {call}: {resources}, {resources.num_resident} of {wanted} fit")
         row = (
             call.kind,
             call.head_dim,
@@ -127,23 +127,18 @@ def main() -> int:
             launch.num_warps,
         )
         rows[row].append(resources)
-        planned[row] = wanted
+        planned[row] = planned_resident(launch, call)
+        for fault in find_kernel_faults(resources, planned_resident=planned[row]):
+            yield dataclasses.replace(fault, text=f"{call}: {fault.text}")
     print(
         "| kernel | head | q, pool | rows | block | warps | calls | registers | shared KiB "
         "| spills | fit, planned |\n|" + " --- |" * 11
     )
-    for row, found in rows.items():
+    for cells, found in rows.items():
         registers = sorted({each.num_registers for each in found})
         print(
-            f"| {' | '.join(map(str, row))} | {len(found)} | {registers[0]}–{registers[-1]} "
+            f"| {' | '.join(map(str, cells))} | {len(found)} | {registers[0]}–{registers[-1]} "
             f"| {max(each.shared_bytes for each in found) / 1024:.0f} "
             f"| {sum(each.spill_bytes for each in found)} "
-            f"| {min(each.num_resident for each in found)}, {planned[row]} |"
+            f"| {min(each.num_resident for each in found)}, {planned[cells]} |"
         )
-    num_calls = sum(map(len, rows.values()))
-    print(f"{num_calls} calls, {faults} faults, {time.monotonic() - started_s:.0f} s")
-    return min(faults, 1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
