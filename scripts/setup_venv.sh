@@ -136,7 +136,7 @@ setup_venv() { # FOLDER LOCK [--lock-alone]
   exec 9<scripts/setup_venv.sh
   if command -v flock >/dev/null; then flock 9; fi
   if ! is_fresh "$1" "$2" && ! (unset_pip_settings && make_venv "$@" 1>&2 9<&-); then
-    say "$1 could not be made; the lines above say why (it needs the package index, or its mirror)"
+    say "$1 could not be made; the lines above say why"
     exit 1
   fi
   exec 9<&-

@@ -13,7 +13,6 @@ from scripts.gpu_check import h200  # first: it sets jax up
 
 import jax  # isort: skip
 
-
 from jaxserve.kernels.paged_attention import Impl
 from scripts.gpu_check.kernels import all_calls, check_kernels, edge_calls
 from scripts.gpu_check.plants import PLANTS, check_forward, find_planted
