@@ -38,6 +38,7 @@ from scripts.gpu_steps import Driver, pages_for
 MODELS = {
     "tiny": (131, 48, 3, 8, 2, 16, 112),
     "135m": (49152, 576, 30, 9, 3, 64, 1536),
+    "1b": (128256, 2048, 16, 32, 8, 64, 8192),
     "8b": (128256, 4096, 32, 32, 8, 128, 14336),
 }
 MAX_ERROR = 1.2e-2  # of attention in bfloat16: weights and output are rounded to 8 bits
@@ -58,7 +59,7 @@ def make_config(name: str) -> ModelConfig:
         max_position=8192,
         norm_eps=1e-5,
         layers=(LayerConfig(rope=RopeConfig(theta=10000.0)),) * layers,
-        tied_head=hidden < 1024,
+        tied_head=hidden < 4096,
     )
 
 

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the other scripts: `setup_venv FOLDER LOCK` leaves a virtual environment in FOLDER that
 # holds exactly LOCK, the demo model and this project (editable), and makes nothing if it is there.
+# With a third word, --lock-alone, it holds LOCK and nothing else.
 #
 # Everything is said on stderr. Works with uv or without it, and with bash 3.2 (macOS).
 
@@ -108,7 +109,7 @@ install() { # FOLDER ARGS...
 }
 
 # Steps are joined by hand: `set -e` is off inside a function whose status is looked at.
-make_venv() { # FOLDER LOCK
+make_venv() { # FOLDER LOCK [--lock-alone]
   local folder=$1 lock=$2 python
   python=$(find_python) || return 1
   say "making $folder with $python (once; a minute or two)"
@@ -120,19 +121,21 @@ make_venv() { # FOLDER LOCK
   fi
   say "installing $lock"
   install "$folder" --no-deps --require-hashes -r "$lock" || return 1
-  say "installing the demo model and jaxserve"
-  install "$folder" --no-deps --require-hashes -r locks/demo-model.txt || return 1
-  install "$folder" --no-deps --no-build-isolation --editable . || return 1
+  if [[ ${3:-} != --lock-alone ]]; then
+    say "installing the demo model and jaxserve"
+    install "$folder" --no-deps --require-hashes -r locks/demo-model.txt || return 1
+    install "$folder" --no-deps --no-build-isolation --editable . || return 1
+  fi
   # last: a folder without it was left half-made and is made again
   venv_stamp "$folder" "$lock" >"$folder/jaxserve-stamp"
 }
 
-setup_venv() { # FOLDER LOCK
-  if is_fresh "$@"; then return; fi
+setup_venv() { # FOLDER LOCK [--lock-alone]
+  if is_fresh "$1" "$2"; then return; fi
   # Two scripts at once: the second waits, then finds it made. (macOS has no flock: there, don't.)
   exec 9<scripts/setup_venv.sh
   if command -v flock >/dev/null; then flock 9; fi
-  if ! is_fresh "$@" && ! (unset_pip_settings && make_venv "$@" 1>&2 9<&-); then
+  if ! is_fresh "$1" "$2" && ! (unset_pip_settings && make_venv "$@" 1>&2 9<&-); then
     say "$1 could not be made; the lines above say why"
     exit 1
   fi

@@ -140,3 +140,25 @@ def test_pip_keeps_where_packages_come_from_and_drops_the_rest(bin_dir: Path) ->
         PIP_USER="1",
     )
     assert done.stdout.split() == ["mirror", "none", "none"]
+
+
+@pytest.mark.parametrize(
+    ("third", "installs"),
+    [
+        ("", ["-r locks/a.txt", "-r locks/demo-model.txt", "--editable ."]),
+        ("--lock-alone", ["-r locks/a.txt"]),
+    ],
+)
+def test_a_lock_alone_brings_neither_demo_model_nor_project(
+    bin_dir: Path, tmp_path: Path, third: str, installs: list[str]
+) -> None:
+    folder = tmp_path / "venv"
+    folder.mkdir()
+    stubs = (
+        "find_python() { echo true; }; has_uv() { false; }; rm() { :; }; true() { :; }; "
+        'venv_stamp() { :; }; install() { echo INSTALL "${@:2}"; }'
+    )
+    done = bash(f"{stubs}; make_venv {folder} locks/a.txt {third}", bin_dir)
+    assert done.returncode == 0, done.stderr
+    found = [line for line in done.stdout.splitlines() if line.startswith("INSTALL")]
+    assert [line[-len(end) :] for line, end in zip(found, installs, strict=True)] == installs

@@ -1,0 +1,102 @@
+"""Compiles the kernels and the programs of a step for an H200 that is not there, and judges them.
+
+The tables it prints stand in docs/gpu.md. Without --all: the edges of the kernels, and of each
+model some buckets of each kind.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+
+from scripts.gpu_check import h200  # first: it sets jax up
+
+import jax  # isort: skip
+
+from jaxserve.kernels.paged_attention import Impl
+from scripts.gpu_check.kernels import all_calls, check_kernels, edge_calls
+from scripts.gpu_check.plants import PLANTS, check_forward, find_planted
+from scripts.gpu_check.programs import check_programs, find_keys
+from scripts.gpu_check.step import check_step
+
+PARTS = ("kernels", "programs", "step", "plants")
+MODELS = ("135m", "1b", "8b")
+ATTENTIONS: tuple[Impl, ...] = ("triton", "xla")
+ALL_ATTENTIONS: tuple[Impl, ...] = (*ATTENTIONS, "mosaic")
+
+
+def find_faults(arguments: argparse.Namespace, mesh: jax.sharding.Mesh) -> Iterator[str]:
+    """Checks the chosen parts, and yields what is wrong."""
+    has_all = arguments.all
+    if "kernels" in arguments.part:
+        print("\n### Kernels\n")
+        yield from map(str, check_kernels(all_calls() if has_all else edge_calls(), mesh))
+    if "programs" in arguments.part:
+        print("\n### Programs\n")
+        faults = check_programs(arguments.model, arguments.attention, mesh, has_all=has_all)
+        yield from map(str, faults)
+    if "step" in arguments.part:
+        print("\n### Programs of a step\n")
+        yield from map(str, check_step())
+    if "plants" in arguments.part:
+        print("\n### Planted regressions\n\n| planted | found |\n| --- | --- |")
+        yield from prove(mesh)
+
+
+def prove(mesh: jax.sharding.Mesh) -> Iterator[str]:
+    """Prints what the check finds of each planted regression, and yields each that it misses."""
+    yield from (f"with nothing planted: {fault}" for fault in check_forward(mesh))
+    for name, plant in PLANTS.items():
+        found = find_planted(name, mesh)
+        print(f"| {name} | {'; '.join(map(str, found)) or 'nothing'} |", flush=True)
+        if plant.reason not in {fault.kind for fault in found}:
+            yield f"planted {name} was not found as {plant.reason.value!r}"
+
+
+def tell_left_out() -> None:
+    chosen, there = (
+        sum(
+            len(list(find_keys(model, attention, has_all=has_all)))
+            for model in MODELS
+            for attention in ATTENTIONS
+        )
+        for has_all in (False, True)
+    )
+    print(
+        f"\nChecked: {len(list(edge_calls()))} of {len(list(all_calls()))} calls of the kernels, "
+        f"{chosen} of {there} programs. --all checks all of them."
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/check_gpu_compile", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--all", action="store_true", help="every call and bucket; half an hour")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--attention", nargs="+", choices=ALL_ATTENTIONS, default=ATTENTIONS)
+    parser.add_argument(
+        "--plant", choices=list(PLANTS), help="check with this regression put in, which must fail"
+    )
+    arguments = parser.parse_args()
+    started_s, mesh = time.monotonic(), h200.make_mesh()
+    if arguments.plant:
+        faults = list(map(str, find_planted(arguments.plant, mesh)))
+    else:
+        faults = list(find_faults(arguments, mesh))
+        is_whole = (arguments.part, arguments.model, arguments.attention) == (
+            PARTS,
+            MODELS,
+            ATTENTIONS,
+        )
+        if is_whole and not arguments.all:
+            tell_left_out()
+    for fault in faults:
+        print(f"FAULT {fault}")
+    print(f"{len(faults)} faults, {time.monotonic() - started_s:.0f} s")
+    return min(len(faults), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
