@@ -128,8 +128,10 @@ def tell(found: Findings, options: argparse.Namespace) -> int:
         limits = " ".join(options.limit or LIMITS)
         print(f"\nreplay at {options.rate:g} requests/s, limits {limits}; times in ms")
         print(report.tell(report.build_replays(found)))
-    for name, reason in {**found.absent, **found.unreplayed}.items():
+    for name, reason in found.absent.items():
         print(f"absent: {name}: {reason}")
+    for name, reason in found.unreplayed.items():
+        print(f"no replay: {name}: {reason}")
     for caution in report.find_cautions(found):
         print(f"caution: {caution}")
     verdicts = report.judge(report.find_medians(found.samples))
