@@ -66,12 +66,12 @@ def compile_for(
     lower: Callable[[], jax.stages.Lowered], mesh: Mesh, options: dict[str, str | bool | int]
 ) -> Compiled:
     """Returns the compiled program, with what the dump tells of it."""
+    shutil.rmtree(DUMP)
+    DUMP.mkdir()
     started_s = _processor_s()
     with jax.set_mesh(mesh):
         lowered = lower()
         lowered_s = _processor_s()
-        shutil.rmtree(DUMP)
-        DUMP.mkdir()
         compiled = lowered.compile(options)
     compiled_s = _processor_s()
     memory = compiled.memory_analysis()
@@ -80,7 +80,7 @@ def compile_for(
     return Compiled(
         thunk_sequence=_read_thunk_sequence(),
         mosaic_launches={
-            path.name: path.read_text() for path in DUMP.glob("*_after_layout_inference.txt")
+            path.name: path.read_text() for path in DUMP.glob("*.after_layout_inference.txt")
         },
         kernels=assemble(DUMP),
         hlo=compiled.as_text() or "",
