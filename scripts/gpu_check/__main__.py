@@ -63,7 +63,7 @@ def tell_left_out() -> None:
     )
     print(
         f"\nChecked: {len(list(edge_calls()))} calls of the kernels (--all: "
-        f"{len(list(all_calls()))}), {chosen} of {there} programs; left out are the buckets between."
+        f"{len(list(all_calls()))}), {chosen} of {there} programs; the rest are buckets between."
     )
 
 
