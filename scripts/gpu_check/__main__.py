@@ -63,8 +63,8 @@ def tell_left_out() -> None:
         for has_all in (False, True)
     )
     print(
-        f"\nChecked: {len(list(edge_calls()))} of {len(list(all_calls()))} calls of the kernels, "
-        f"{chosen} of {there} programs. --all checks all of them."
+        f"\nChecked: {len(list(edge_calls()))} calls of the kernels (--all: "
+        f"{len(list(all_calls()))}), {chosen} of {there} programs; the rest are buckets between."
     )
 
 
