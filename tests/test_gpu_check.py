@@ -164,7 +164,10 @@ def test_a_mosaic_kernels_launch_is_its_own() -> None:
         "gpu.launch blocks(%a) threads(%b) in (%x = %c128, %y = %c1) "
         "dynamic_shared_memory_size %c51200_i32"
     )
-    launches = {"attend_0.after_layout_inference.txt": text, "other_0.after_layout_inference.txt": ""}
+    launches = {
+        "attend_0.after_layout_inference.txt": text,
+        "other_0.after_layout_inference.txt": "",
+    }
     compiled = dataclasses.replace(FINE, mosaic_launches=launches)
     assert read_launch(compiled, "attend") == (128, 51200)
     with pytest.raises(ValueError, match="no launch of other_"):
