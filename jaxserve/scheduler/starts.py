@@ -1,7 +1,7 @@
 """Which of those that wait start with a step."""
 
 from jaxserve.metrics import Metrics
-from jaxserve.request import Sequence
+from jaxserve.request import Sequence, SequenceState
 from jaxserve.scheduler.deadlines import is_expired
 from jaxserve.scheduler.page_grants import PageGrants
 from jaxserve.scheduler.page_needs import PageNeeds
@@ -86,8 +86,11 @@ class Starts:
 
     def _find_first(self, step: StepBuilder) -> Sequence | None:
         """Returns the sequence to start next, if there is a row for it at all."""
+        urgent = step.made_room_for
+        if urgent is not None and urgent.state is SequenceState.WAITING:
+            return urgent  # who gave the room up may be first now, of a tenant given as much
         first = self._waiting.find_first()
-        if self._prefix_order is None or first is None or first is step.made_room_for:
+        if self._prefix_order is None or first is None:
             return first
         return self._prefix_order.find_first() if self._running.num_free_rows else first
 

@@ -219,6 +219,25 @@ def test_a_tenant_that_fills_all_rows_gives_one_up_for_one_that_has_none() -> No
     assert max(r.sequences[0].num_preemptions for r in flood) <= 3
 
 
+def test_room_is_for_whom_it_was_made_where_both_were_given_as_much() -> None:
+    """Then who gave it up is first in the queue, for it came before."""
+    loop = Loop(rows=2, policy="fair", num_pages=40, max_len=40, chunk_tokens=16)
+    loop.add(12, 1, tenant="b")
+    loop.drain(20)
+    held = [loop.add(3, 30, tenant="a") for _ in range(2)]
+    shares = loop.scheduler._planner._shares
+    assert shares is not None
+    while shares.level("a") < shares.level("b"):
+        loop.step()
+    assert shares.level("a") == shares.level("b")
+    assert all(map(loop.is_running, held))
+    other = loop.add(3, 10, tenant="b")
+    loop.step()
+    assert loop.is_running(other)
+    assert sum(map(loop.is_running, held)) == 1
+    loop.drain(300)
+
+
 def test_who_comes_within_its_share_starts_in_the_next_step_beyond_its_rows_too() -> None:
     """With credit what counts is what both were given; without it rows are halved."""
     loop = Loop(
