@@ -35,9 +35,8 @@ class ServedTimes:
 
     @property
     def min_rows(self) -> int:
-        """Rows of the smallest program: 2 on a CPU, unless one of one row was timed."""
-        has_one = any(bucket.decode_seqs == 1 for bucket in self.times.programs)
-        return 2 if self.platform == "cpu" and not has_one else 1
+        """Rows of the smallest program: 2, unless one of one row was timed."""
+        return 1 if any(bucket.decode_seqs == 1 for bucket in self.times.programs) else 2
 
 
 def read_engine(engine: Engine, *, platform: str) -> ServedTimes:

@@ -124,10 +124,11 @@ def compile_call(call: Call, mesh: jax.sharding.Mesh) -> tuple[Launch, Resources
     num_threads, shared_bytes = read_launch(compiled, name)
     find = find_mosaic_launch if is_mosaic else find_launch
     launch = find(*arguments[:3], split_len=call.split_len)
+    assembled = compiled.kernels[f"{name}_mosaic_gpu_kernel" if is_mosaic else name]
     return launch, Resources(
         num_threads=num_threads,
-        num_registers=compiled.kernels[name].num_registers,
-        spill_bytes=compiled.kernels[name].spill_bytes,
+        num_registers=assembled.num_registers,
+        spill_bytes=assembled.spill_bytes,
         shared_bytes=shared_bytes,
     )
 

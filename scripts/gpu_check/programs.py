@@ -31,7 +31,7 @@ HAS_POOL = ("forward", "page_copy", "page_in", "page_out")
 def build_spec(model: ModelConfig, *, attention: Impl) -> tuple[RunnerSpec, tuple[ProgramKey, ...]]:
     """Returns what runs a model by the default configuration, and its programs."""
     config = Config()
-    scheme = build_scheme(config, max_model_tokens=MAX_MODEL_TOKENS, min_rows=1)
+    scheme = build_scheme(config, max_model_tokens=MAX_MODEL_TOKENS, min_rows=2)
     pages_per_seq = -(-MAX_MODEL_TOKENS // config.kv.page_size)
     spec = RunnerSpec(
         model=model,
