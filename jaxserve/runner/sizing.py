@@ -128,8 +128,8 @@ def _build_sizes(
 
 
 def _find_min_rows(model: ModelConfig, kernels: Kernels) -> int:
-    """Returns 2 where XLA multiplies. One row in bfloat16 takes it ten times as long on a CPU; of one
-    it makes half as many kernels more for a GPU (scripts/check_gpu_compile)."""
+    """Returns 2 where XLA multiplies: one row in bfloat16 takes it ten times as long on a CPU, and
+    half as many kernels again on a GPU (scripts/check_gpu_compile)."""
     has_experts = any(layer.mlp == "experts" for layer in model.layers)  # those are XLA's
     return 2 if kernels.matmul == "xla" or has_experts else 1
 
