@@ -306,10 +306,6 @@ class InFlight(Protocol):
         """
         ...
 
-    def wait(self) -> None:
-        """Wait for the device, all of the step being launched."""
-        ...
-
     def result(self) -> StepResult:
         """Wait for the device, once; the arrays behind it are given up."""
         ...

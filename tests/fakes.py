@@ -226,12 +226,9 @@ class FakeInFlight:
         _require(not self.has_output, f"step {self.plan.step_id}: the output is launched already")
         self._runner.sample(self, masks)
 
-    def wait(self) -> None:
-        self._runner.gate.wait()
-
     def result(self) -> StepResult:
         """Its time, in which tests move their clocks, is that of waiting for the device."""
-        self.wait()
+        self._runner.gate.wait()
         _require(not self._is_read, f"step {self.plan.step_id}: result() was called twice")
         _require(self.has_output, f"step {self.plan.step_id} still waits for its masks")
         self._runner.retire(self)

@@ -72,11 +72,7 @@ class EngineLoop:
         self.unread: UnreadTotal[Stream] = UnreadTotal(config.limits.total_buffer_bytes)
         self._steps = StepClock(config.measure, metrics, clock, name_of=self._name_of)
         self._in_flight = Pipeline(
-            runner,
-            depth=find_depth(config),
-            metrics=metrics,
-            clock=self._steps,
-            waker=self.waker,
+            runner, depth=find_depth(config), metrics=metrics, clock=self._steps
         )
         self.trace = self._steps.trace
         self.accounts = Accounts(metrics, self.trace)
@@ -97,28 +93,22 @@ class EngineLoop:
         for live in self._intake.live():
             self._finish(live.request, error)
         self._metrics.clear_levels()
-        self._rest()
+        self.waker.flush()
 
     def close(self) -> None:
         """Nothing runs any more."""
-        self._rest()
+        self.waker.flush()
         self._steps.end()
 
     def _wait_for_work(self) -> bool:
         """Blocks while idle; False once the thread is to end."""
+        self.waker.flush()
         if self.is_idle:
-            self._rest()
             self._throughput.rest(self._clock())
             self._steps.rest()
             self._intake.wait_for_work()
             self._steps.lap("idle")
-            self.waker.turn.begin()
         return not self._intake.is_cut
-
-    def _rest(self) -> None:
-        """Nothing is to do for now: whoever reads goes on."""
-        self.waker.flush()
-        self.waker.turn.end()
 
     @property
     def is_idle(self) -> bool:
@@ -185,6 +175,7 @@ class EngineLoop:
         self._in_flight.launch_output(masks.by_sequence)
 
     def _retire(self) -> None:
+        self.waker.flush()  # before it may take long
         plan, result = self._in_flight.retire()
         now_s = self._clock()
         stopped = find_stopped(result, self._by_sequence)

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Mapping
 
 from jaxserve.engine.step_clock import StepClock
-from jaxserve.engine.waker import Waker
 from jaxserve.metrics import Metrics
 from jaxserve.plan import InFlight, Runner, StepPlan, StepResult, TokenMask
 
@@ -15,19 +14,15 @@ logger = logging.getLogger(__name__)
 class Pipeline:
     """Holds the launched steps, oldest first. The engine thread alone uses it."""
 
-    def __init__(
-        self, runner: Runner, *, depth: int, metrics: Metrics, clock: StepClock, waker: Waker
-    ) -> None:
+    def __init__(self, runner: Runner, *, depth: int, metrics: Metrics, clock: StepClock) -> None:
         """Args:
         depth: steps launched before the oldest must be read.
         clock: cut at what the runner does.
-        waker: of those that may go on while the device is waited for.
         """
         self._runner = runner
         self._depth = depth
         self._metrics = metrics
         self._clock = clock
-        self._waker = waker
         self._steps: collections.deque[tuple[StepPlan, InFlight]] = collections.deque()
 
     def __len__(self) -> int:
@@ -62,10 +57,6 @@ class Pipeline:
     def retire(self) -> tuple[StepPlan, StepResult]:
         """Waits for the oldest step and returns what came of it."""
         plan, in_flight = self._steps.popleft()
-        self._waker.flush()
-        self._waker.turn.end()
-        in_flight.wait()
-        self._waker.turn.begin()
         result = in_flight.result()
         self._clock.note_result(result)
         return plan, result

@@ -62,8 +62,7 @@ class Stream:
         max_bytes: unread output that is kept; one put more ends the request.
         decoders: of each choice, run by the reader over tokens that came without text; None where
           all have text.
-        waker: told of a waiting task at each event; flushed by the engine, to whose turn the
-          reader gives way.
+        waker: told of a waiting task at each event; flushed by the engine.
         on_cancel: called at most once, by any thread, and never after the end.
         total: told of all that is put.
         """
@@ -229,7 +228,6 @@ class Stream:
                     while not self._is_ready():
                         self._has_sleeper = True
                         self._changed.wait()
-                self._give_way()
                 yield self._take()
         finally:
             self._leave()
@@ -240,13 +238,9 @@ class Stream:
             while not self._is_over:
                 while (future := self._future()) is not None:
                     await future
-                self._give_way()
                 yield self._take()
         finally:
             self._leave()
-
-    def _give_way(self) -> None:
-        self._waker.turn.give_way(sum(len(unread.token_ids) for unread in self._unread))
 
     def _leave(self) -> None:
         self.cancel()

@@ -4,7 +4,7 @@ import sys
 from typing import Final
 
 # With Python's 5 ms the engine's thread, back from the device, waits as long for a reader of its
-# streams: a decode step of 5 ms took 6.9 at 256 rows, with this 5.1 (bench/host_loop.py).
+# streams, several times a step (bench/host_loop.py).
 SWITCH_S: Final = 0.0002
 
 

@@ -3,21 +3,15 @@
 import asyncio
 import contextlib
 
-from jaxserve.engine.turn import Turn
-
 
 class Waker:
     """Wakes the tasks that wait for streams: all of one event loop with one call.
 
     A call into a loop from another thread writes to a socket, which costs more than all else that a
     token costs here. The engine thread alone uses it, and flushes before it waits for anything.
-
-    Attributes:
-      turn: of the engine thread, to which those that are awake give way.
     """
 
     def __init__(self) -> None:
-        self.turn = Turn()
         self._futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
 
     def add(self, waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]) -> None:

@@ -80,16 +80,12 @@ class LaunchedStep:
         self.add_output(launch_output(masks))
         self._laps.lap("dispatch")
 
-    def wait(self) -> None:
-        """Waits for the device."""
-        assert self._launch_output is None, "a step's masks come before its result is read"
-        jax.block_until_ready(self._arrays)
-
     def result(self) -> StepResult:
         """Waits for the device and returns what came of the step."""
+        assert self._launch_output is None, "a step's masks come before its result is read"
         assert self._arrays is not None, "a step's result can be read only once"
         with jax.transfer_guard("disallow"):
-            self.wait()
+            jax.block_until_ready(self._arrays)
             self._laps.lap("wait")
             arrays = jax.device_get(self._arrays)
             self._keep_pages()
