@@ -44,8 +44,7 @@ from jaxserve.checkpoint.header import ModelHeader
 from jaxserve.checkpoint.registry import find_model
 from jaxserve.config import Config, load_config
 from jaxserve.engine import Engine, ServedModel, Stream
-from jaxserve.engine.collector import relax_collector
-from jaxserve.engine.switching import quicken_switching
+from jaxserve.engine.interpreter import tune_interpreter
 from jaxserve.gen import generation_pb2
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import ModelConfig
@@ -181,8 +180,7 @@ class Readers:
 
 def main() -> int:
     options = read_options()
-    relax_collector()
-    quicken_switching()
+    tune_interpreter()
     header = find_model(options.model).load_header()
     print(
         f"a device of {options.device_ms:g} ms a step, {options.tokens} tokens an output",

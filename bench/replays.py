@@ -16,7 +16,7 @@ from typing import Final, Protocol
 from jaxserve.cli.bench.run import now
 from jaxserve.config import Config, load_config
 from jaxserve.engine import Engine
-from jaxserve.engine.collector import relax_collector
+from jaxserve.engine.interpreter import tune_interpreter
 from jaxserve.engine.machine import read_devices
 from jaxserve.engine.start import load_engine
 from jaxserve.measure.bench import Bench
@@ -66,7 +66,7 @@ class LiveMachine:
     """
 
     def __init__(self, model: str, config: Config) -> None:
-        relax_collector()
+        tune_interpreter()
         self._engine = load_engine(model, config)
 
     def replay(
@@ -128,7 +128,7 @@ class VirtualMachine:
     """The scheduler in virtual time, by step times that were measured."""
 
     def __init__(self, served: ServedTimes) -> None:
-        relax_collector()
+        tune_interpreter()
         self._served = served
 
     def replay(

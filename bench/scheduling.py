@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 
 from jaxserve.config import SchedulerSection
-from jaxserve.engine.collector import relax_collector
+from jaxserve.engine.interpreter import tune_interpreter
 from jaxserve.identity import CacheIdentity
 from jaxserve.metrics import Metrics
 from jaxserve.plan import Bucket, StepLimits, StepPlan, StepResult
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--prefix-order", action="store_true", help="with the prefix cache")
     parser.add_argument("--num-tokens", type=int, default=300_000, metavar="N")
     options = parser.parse_args()
-    relax_collector()
+    tune_interpreter()
     print("µs of process time a scheduled token")
     print("   policy  running  waiting  steps   schedule   commit     both")
     combinations = itertools.product(

@@ -101,6 +101,7 @@ class Llama:
 def capture(step: Callable[[], None]) -> Callable[[], None]:
     """Returns what replays a step as one CUDA graph."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # weights and cache are still being made
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()

@@ -15,8 +15,7 @@ from jaxserve.cli.recording import recording
 from jaxserve.cli.trace import tracing
 from jaxserve.config import Config
 from jaxserve.engine import Engine
-from jaxserve.engine.collector import relax_collector
-from jaxserve.engine.switching import quicken_switching
+from jaxserve.engine.interpreter import tune_interpreter
 from jaxserve.metrics import Metrics
 
 EPILOG = """\
@@ -88,8 +87,7 @@ def run(options: argparse.Namespace) -> int:
     from jaxserve.server.metrics_http import serving_metrics
 
     asked = config = read_config(options).config
-    relax_collector()
-    quicken_switching()
+    tune_interpreter()
     metrics = Metrics()
     with (
         serving_metrics(metrics, config.metrics),

@@ -22,7 +22,7 @@ from jaxserve.cli.bench.table import summarize
 from jaxserve.cli.options import add_config_options, read_config
 from jaxserve.cli.workload.options import check
 from jaxserve.config import Config
-from jaxserve.engine.collector import relax_collector
+from jaxserve.engine.interpreter import tune_interpreter
 from jaxserve.measure.bench_options import LAG_BOUND_S, BenchOptions
 from jaxserve.measure.load import Load
 from jaxserve.measure.report import write_report
@@ -98,7 +98,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(options: argparse.Namespace) -> int:
     """Simulates, writes and shows the result; returns the exit code."""
     check("--rate-scale", options.rate_scale, low=1e-6, high=1e6)
-    relax_collector()
+    tune_interpreter()
     config = read_config(options).config
     served = read_step_times(options.step_times)
     seed = read_seed(options)

@@ -317,7 +317,7 @@ class RunnerSection(Section):
     )
     matmul: Literal["auto", "xla", "native"] = pydantic.Field(
         "auto",
-        description="Products of few rows with bfloat16 weights; auto as for attention.",
+        description="Products with bfloat16 weights; auto as for attention.",
     )
     command_buffers: Literal["auto", "off"] = pydantic.Field(
         "auto",

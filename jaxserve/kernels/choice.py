@@ -11,7 +11,7 @@ class Kernels:
     """Chosen once at start-up (`runner/kernel_choice.py`).
 
     Attributes:
-      matmul: of few rows with weights; see `kernels.dot.project`.
+      matmul: of products with weights; see `kernels.dot.project`.
       split_len: of attention; see `paged_attention`.
     """
 

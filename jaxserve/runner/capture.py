@@ -114,6 +114,9 @@ class _Reader:
 
     def launched(self, computation: str) -> Iterator[_Operation]:
         """Yields what a computation launches, in order (`command_buffer_conversion_pass.cc`)."""
+        if computation not in self._lines:  # a text of another form: what it launches is not known
+            yield _Operation(num_operations=1, is_capturable=False)
+            return
         for line in self._lines[computation]:
             found = _OPERATION.match(line)
             if found is None or found[1] in _NO_LAUNCH:

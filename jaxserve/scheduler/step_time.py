@@ -29,7 +29,7 @@ REFRESH: Final = 16  # steps after which the common slope is worked out again
 
 def kv_cost_of(attention: str) -> KvCost:
     """Returns what the time of an attention implementation grows with."""
-    return "all" if attention in ("native", "triton", "mosaic") else "longest"
+    return "longest" if attention in ("xla", "reference") else "all"
 
 
 class StepWork(NamedTuple):

@@ -12,9 +12,8 @@ from jaxserve.cli.bench.options import IN_PROCESS
 from jaxserve.cli.options import DEFAULT_MODEL, read_config
 from jaxserve.cli.progress import StartProgress
 from jaxserve.engine import Engine, Tokenizer
-from jaxserve.engine.collector import relax_collector
+from jaxserve.engine.interpreter import tune_interpreter
 from jaxserve.engine.machine import read_devices, read_machine
-from jaxserve.engine.switching import quicken_switching
 from jaxserve.errors import ConfigError
 from jaxserve.measure.bench_options import Served
 from jaxserve.measure.targets import Target
@@ -44,8 +43,7 @@ def _loaded(options: argparse.Namespace) -> Iterator[tuple[Engine, Served]]:
     from jaxserve.checkpoint.registry import find_model  # here: these bring jax
     from jaxserve.engine.start import load_engine
 
-    relax_collector()
-    quicken_switching()
+    tune_interpreter()
     model = options.model or DEFAULT_MODEL
     config = read_config(options).config
     digest = find_model(model).load_header().identity
