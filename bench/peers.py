@@ -12,7 +12,7 @@ arrivals, the same for all, judged by limits that are fixed before.
 
 Peers and the weights' forms are made in --peers-dir when they are missing: environments by pip, and
 llama.cpp from source, with a C++ compiler, for some minutes. What cannot be had is named, with why.
-Needs Linux.
+Exits with 1 where a bar of `bench/peer/report.py` was missed or not measured. Needs Linux.
 """
 
 import argparse
@@ -121,7 +121,7 @@ def measure_replays(
 
 
 def tell(found: Findings, options: argparse.Namespace) -> int:
-    """Prints and writes what was found; returns 1 where less than what is wanted was reached."""
+    """Prints and writes what was found; returns 1 where something wanted was not reached."""
     print("\noutput tokens/s, medians; in brackets what this engine's are of them")
     print(report.tell(report.build_throughput(found)))
     if found.replays:

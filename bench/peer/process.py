@@ -129,9 +129,11 @@ class Peer:
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], TIMEOUT_S)[0]:
+            end_group(self._process)  # it would go on beside those that are measured
             raise Absent(f"gave no answer in {TIMEOUT_S:g} s; {self._log} says more")
         line = self._process.stdout.readline()
         if not line:
+            end_group(self._process)  # its children
             raise Absent(f"died: {last_line(self._log)} ({self._log} says more)")
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -100,9 +100,10 @@ def build_throughput(found: Findings) -> Table:
     rows = []
     for variant in found.variants:
         cells = [_say_rate(medians, variant, num_seqs) for num_seqs in all_seqs]
-        peaks = (f"{peak / MIB:.0f}" for peak in found.memory.get(variant, ()))
+        memory = found.memory.get(variant)
+        peaks = [f"{peak / MIB:.0f}" for peak in memory] if memory else ["–", "–"]
         share = agreement.get(variant)
-        rows.append([variant, *cells, *peaks, "" if share is None else f"{100 * share:.0f} %"])
+        rows.append([variant, *cells, *peaks, "–" if share is None else f"{100 * share:.0f} %"])
     return Table(head=head, rows=rows)
 
 
@@ -135,13 +136,13 @@ def build_replays(found: Findings) -> Table:
 
 
 def judge(medians: Medians) -> list[tuple[str, bool]]:
-    """Returns, of what is wanted and was measured, a line each and whether it holds."""
+    """Returns a line for each thing wanted and whether it holds; what was not measured does not."""
     lines = []
     for num_seqs, peer, share in WANTED:
         ratio = find_ratio(medians, peer, num_seqs)
-        if ratio is not None:
-            line = f"{num_seqs} seqs: {ratio:.2f} of {peer} (wanted: {share:g})"
-            lines.append((line, ratio >= share))
+        found = "not measured" if ratio is None else f"{ratio:.2f}"
+        line = f"{num_seqs} seqs: {found} of {peer} (wanted: {share:g})"
+        lines.append((line, ratio is not None and ratio >= share))
     return lines
 
 
@@ -167,11 +168,11 @@ def find_cautions(found: Findings) -> list[str]:
 def tell(table: Table) -> str:
     """Returns a table as text."""
     cells = [list(table.head), *map(list, table.rows)]
-    widths = [max(len(row[i]) for row in cells if i < len(row)) for i in range(len(table.head))]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(table.head))]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in cells
     )

@@ -37,16 +37,18 @@ def test_a_ratio_is_this_engines_by_the_peers() -> None:
 def test_without_this_engine_there_is_no_ratio() -> None:
     medians = report.find_medians([sample(PEER, 4.0)])
     assert report.find_ratio(medians, PEER, 8) is None
-    assert report.judge(medians) == []
+    assert [line for line, holds in report.judge(medians) if holds] == []
+    assert "8 seqs: not measured of llama.cpp BF16 (wanted: 1)" in dict(report.judge(medians))
 
 
 def test_what_is_wanted_is_judged_by_the_share() -> None:
     ours = sample(OURS, 1.0, num_seqs=32)
     for seconds, holds in ((0.86, True), (0.84, False)):
         peer = sample("OpenVINO GenAI bfloat16", seconds, num_seqs=32)
-        ((line, found),) = report.judge(report.find_medians([ours, peer]))
+        *others, (line, found) = report.judge(report.find_medians([ours, peer]))
         assert found is holds
         assert line.startswith("32 seqs: 0.8")
+        assert not any(holds for _, holds in others)
 
 
 def test_the_table_has_a_row_for_each_variant_and_gaps_where_nothing_was_measured() -> None:
@@ -56,7 +58,7 @@ def test_the_table_has_a_row_for_each_variant_and_gaps_where_nothing_was_measure
     found.first_tokens[PEER] = [True, True, False, True]
     table = report.build_throughput(found)
     assert list(table.head) == ["", "1 seq", "8 seqs", "start MiB", "serving MiB", "first token"]
-    assert list(table.rows[0])[:3] == [OURS, "100.0 (1.00×)", "400.0 (1.00×)"]
+    assert list(table.rows[0]) == [OURS, "100.0 (1.00×)", "400.0 (1.00×)", "–", "–", "–"]
     assert list(table.rows[1]) == [PEER, "–", "200.0 (2.00×)", "300", "200", "75 %"]
 
 

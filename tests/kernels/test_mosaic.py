@@ -45,10 +45,6 @@ def test_an_edge_is_right_and_without_a_race(name: str, cases: list[Case]) -> No
         np.testing.assert_array_equal(out_TNH, np.zeros_like(out_TNH))
 
 
-def test_forty_edges_are_chosen() -> None:
-    assert sum(map(len, EDGES.values())) == 40
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", SHAPES)
 def test_many_random_batches_are_right_and_without_a_race(name: str) -> None:

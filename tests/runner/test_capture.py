@@ -57,6 +57,8 @@ def capture(num_graphs: int, num_operations: int, num_outside: int) -> Capture:
         (module([]), capture(0, 0, 0)),
         (module([KERNEL] * 5), capture(1, 5, 0)),
         (module([KERNEL] * 4), capture(0, 4, 4)),  # too few for a graph
+        ("", capture(0, 1, 1)),  # of another form: nothing is claimed of it
+        (module([KERNEL] * 5 + ["call(%a), to_apply=%gone"]), capture(1, 6, 1)),
         (module([KERNEL, TRITON, CUBLAS, "copy(%a)", SORT]), capture(1, 5, 0)),
         (module([KERNEL] * 5 + [CALLBACK] + [KERNEL] * 6), capture(2, 12, 1)),
         (module([KERNEL] * 5 + [CALLBACK] + [KERNEL] * 3), capture(1, 9, 4)),

@@ -106,6 +106,8 @@ def test_the_smallest_program_seen_that_fits_is_found() -> None:
         ("native", "all"),
         ("triton", "all"),
         ("mosaic", "all"),
+        ("triton_interpret", "all"),
+        ("mosaic_interpret", "all"),
     ],
 )
 def test_attention_costs_what_its_implementation_reads(attention: str, kv_cost: str) -> None:
