@@ -244,7 +244,9 @@ class Runner:
         if plan.needs_masks:
             self._awaiting_masks = plan.step_id
             step.await_masks(
-                functools.partial(self._launch_masked, sampled, output, rows_4R, laps=laps)
+                functools.partial(
+                    self._launch_masked, sampled, output, rows_4R, bucket=bucket, laps=laps
+                )
             )
         elif sampled:
             step.add_output(self._run_output(output, rows_4R, mask_RW=self._no_mask.get(output)))
@@ -258,12 +260,13 @@ class Runner:
         rows_4R: jax.Array,
         masks: Mapping[int, TokenMask],
         *,
+        bucket: Bucket,
         laps: Laps,
     ) -> jax.Array:
         """Runs the output that the last forward left."""
         mask_RW = build_masks(sampled, masks, output, self._spec)
         laps.lap("build")
-        with jax.transfer_guard("disallow"):
+        with jax.transfer_guard("disallow"), self._programs.running(bucket):
             result_RI = self._run_output(output, rows_4R, mask_RW=jax.device_put(mask_RW))
         self._awaiting_masks = None
         self._metrics.masked_tokens.inc(len(masks))

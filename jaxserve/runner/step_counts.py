@@ -12,6 +12,18 @@ from jaxserve.runner.spec import RunnerSpec
 SIDE_KINDS: Final[tuple[SideKind, ...]] = get_args(SideKind)
 
 
+class _BucketCounters:
+    """The counters of one shape: to look a label up takes as long as to count."""
+
+    def __init__(self, metrics: Metrics, bucket: Bucket) -> None:
+        name = bucket_name(bucket)
+        self.steps = metrics.steps.labels(bucket=name)
+        self.real_tokens = metrics.real_tokens.labels(bucket=name)
+        self.padded_tokens = metrics.padded_tokens.labels(bucket=name)
+        self.fallbacks = metrics.bucket_fallbacks.labels(bucket=name)
+        self.captured_steps = metrics.captured_steps.labels(bucket=name)
+
+
 class StepCounts:
     """Counts on the engine's thread; a shape that never ran shows as 0."""
 
@@ -31,16 +43,17 @@ class StepCounts:
         self._scheme = scheme
         self._is_invariant = spec.batch_invariant
         self._captured = {key.bucket for key in captured if key.bucket is not None}
+        self._buckets = {bucket: _BucketCounters(metrics, bucket) for bucket in scheme.forwards}
+        self._largest = {bucket for bucket in scheme.forwards if scheme.is_largest(bucket)}
         for bucket in scheme.forwards:
-            name = bucket_name(bucket)
-            for counter in (
-                metrics.steps, metrics.real_tokens, metrics.padded_tokens,
-                metrics.step_device_seconds, metrics.bucket_fallbacks, metrics.captured_steps,
-                metrics.recompiles,
-            ):  # fmt: skip
-                counter.labels(bucket=name)
-        for output in scheme.outputs:
-            metrics.output_programs.labels(bucket=bucket_name(output), variant=output.variant)
+            for counter in (metrics.step_device_seconds, metrics.recompiles):
+                counter.labels(bucket=bucket_name(bucket))
+        self._outputs = {
+            output: metrics.output_programs.labels(
+                bucket=bucket_name(output), variant=output.variant
+            )
+            for output in scheme.outputs
+        }
         self._side_programs = {kind: metrics.side_programs.labels(kind=kind) for kind in SIDE_KINDS}
 
     def count_step(self, plan: StepPlan, bucket: Bucket, output: OutputBucket | None) -> None:
@@ -49,24 +62,23 @@ class StepCounts:
         Args:
           output: None where nothing is sampled.
         """
-        metrics, name, real = self._metrics, bucket_name(bucket), plan.num_tokens
-        metrics.steps.labels(bucket=name).inc()
-        metrics.real_tokens.labels(bucket=name).inc(real)
-        metrics.padded_tokens.labels(bucket=name).inc(bucket.num_tokens - real)
+        metrics, counters, real = self._metrics, self._buckets[bucket], plan.num_tokens
+        counters.steps.inc()
+        counters.real_tokens.inc(real)
+        counters.padded_tokens.inc(bucket.num_tokens - real)
         scored = (chunk.scoring.targets for chunk in plan.chunks if chunk.scoring)
         metrics.scored_tokens.inc(sum(map(len, scored)))
-        if not self._scheme.is_largest(bucket):
+        if bucket not in self._largest:
             metrics.bucketed_steps.inc()
         if self._is_invariant:
             metrics.batch_invariant_steps.inc()
         if self._scheme.is_fallback(bucket, plan):
-            metrics.bucket_fallbacks.labels(bucket=name).inc()
+            counters.fallbacks.inc()
         if bucket in self._captured and (output is None or output in self._captured):
-            metrics.captured_steps.labels(bucket=name).inc()
+            counters.captured_steps.inc()
 
     def count_output(self, output: OutputBucket) -> None:
-        labels = {"bucket": bucket_name(output), "variant": output.variant}
-        self._metrics.output_programs.labels(**labels).inc()
+        self._outputs[output].inc()
 
     def count_side(self, kind: SideKind, num_runs: int = 1) -> None:
         """Counts programs that a step ran beside its forward and its output."""

@@ -20,7 +20,7 @@ from jaxserve.model.config import ModelConfig
 from jaxserve.model.params import Params
 from jaxserve.plan import Bucket
 from jaxserve.runner.batch import SCORE_WIDTH
-from jaxserve.runner.buckets import Reach
+from jaxserve.runner.buckets import OutputBucket, Reach
 from jaxserve.runner.compile_cache import persistent_cache, versioned_folder
 from jaxserve.runner.kernel_choice import choose_attention
 from jaxserve.runner.programs import (
@@ -394,6 +394,29 @@ def test_a_compile_in_a_step_is_counted_by_its_bucket(
     assert "bucket=2x1+8" in caplog.text
     jax.jit(lambda x: x * 13 + 1).lower(jax.ShapeDtypeStruct((3,), "float32")).compile()
     assert metrics.value("recompiles_total", bucket="") >= 1
+
+
+def test_a_compile_in_a_masked_output_is_counted_by_its_steps_bucket(
+    params: Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = Metrics()
+    reach = dataclasses.replace(REACH, variant="full")
+    runner = Runner(params, MODEL, _small_config(), metrics=metrics, reach=reach)
+    run_output = runner._run_output
+
+    def compile_too(
+        output: OutputBucket, rows_4R: jax.Array, *, mask_RW: jax.Array | None
+    ) -> jax.Array:
+        jax.jit(lambda x: x * 17 + 1).lower(jax.ShapeDtypeStruct((3,), "float32")).compile()
+        return run_output(output, rows_4R, mask_RW=mask_RW)
+
+    monkeypatch.setattr(runner, "_run_output", compile_too)
+    driver = Driver(runner)
+    row = driver.row(0, prompt_of(5))
+    row.mask = lambda output: np.full(MODEL.padded_vocab_size // 32, 0xFFFFFFFF, np.uint32)
+    driver.step((row, 5))
+    assert metrics.value("recompiles_total", bucket="2x1+8") >= 1
+    assert metrics.value("recompiles_total", bucket="") == 0
 
 
 def test_a_compile_after_warm_up_is_counted_where_it_is_not(params: Params) -> None:
