@@ -15,7 +15,7 @@ from jaxserve.cli.recording import recording
 from jaxserve.cli.trace import tracing
 from jaxserve.config import Config
 from jaxserve.engine import Engine
-from jaxserve.engine.interpreter import tune_interpreter
+from jaxserve.engine.interpreter import settle_heap, tune_interpreter
 from jaxserve.metrics import Metrics
 
 EPILOG = """\
@@ -99,6 +99,7 @@ def run(options: argparse.Namespace) -> int:
             engine = load_engine(options.model, config, metrics=metrics)
             record(engine)
             trace(engine)
+            settle_heap()
             return engine
 
         def read_again() -> Config:

@@ -20,6 +20,7 @@ from jaxserve.cli.options import (
 from jaxserve.cli.progress import StartProgress
 from jaxserve.config import Config
 from jaxserve.engine import Engine, gather
+from jaxserve.engine.interpreter import settle_heap, tune_interpreter
 from jaxserve.errors import ConfigError
 from jaxserve.request import ChatMessage, ChatPrompt, GenerationRequest
 
@@ -174,8 +175,10 @@ def _run_requests(options: argparse.Namespace) -> Engine:
     if options.workload is not None:
         _refuse_prompt_options(options)
         load = load_file(options.workload)  # before the model: it may be wrong
+    tune_interpreter()
     with StartProgress(is_quiet=options.quiet) as progress:
         engine = load_engine(options.model, config, progress=progress)
+    settle_heap()
     engine.start()
     try:
         if load is None:

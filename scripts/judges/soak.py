@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import gc
 import random
 import statistics
 import sys
@@ -133,6 +134,7 @@ def run(options: argparse.Namespace, model: str, served: Served) -> int:
     first_byte = served.log.stat().st_size
 
     taken = asyncio.run(play(crowd, served, streams=options.streams, seconds=60 * options.minutes))
+    gc.collect()  # channels that are closed keep their connections until then
     ended = served.wait_idle(SETTLE_S)
     at_last = served.taken()
     show(crowd)

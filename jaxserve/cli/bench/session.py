@@ -12,7 +12,7 @@ from jaxserve.cli.bench.options import IN_PROCESS
 from jaxserve.cli.options import DEFAULT_MODEL, read_config
 from jaxserve.cli.progress import StartProgress
 from jaxserve.engine import Engine, Tokenizer
-from jaxserve.engine.interpreter import tune_interpreter
+from jaxserve.engine.interpreter import settle_heap, tune_interpreter
 from jaxserve.engine.machine import read_devices, read_machine
 from jaxserve.errors import ConfigError
 from jaxserve.measure.bench_options import Served
@@ -51,6 +51,7 @@ def _loaded(options: argparse.Namespace) -> Iterator[tuple[Engine, Served]]:
         engine = load_engine(model, config, progress=progress)
     settings = config.model_dump(mode="json")
     settings["runner"].pop("cache_dir")  # where it is changes nothing
+    settle_heap()
     engine.start()
     try:
         yield (
