@@ -68,6 +68,14 @@ def project_transposed(x_TD: jax.Array, weight: Weight, *, impl: MatmulImpl) -> 
     return dot("TD,VD->TV", x_TD, _plain(weight))
 
 
+def project_silu(x_TD: jax.Array, gate: PackedWeight, up: PackedWeight) -> jax.Array:
+    """Returns bfloat16 silu(x · gate) · (x · up), ``[T, F]``: natively, in one pass."""
+    shape = (x_TD.shape[0], gate.panels.shape[0] * PANEL)
+    result = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    hidden_TF: jax.Array = jax.ffi.ffi_call("jaxserve_gated", result)(x_TD, gate.panels, up.panels)
+    return hidden_TF
+
+
 def packed_shape(num_inputs: int, num_columns: int) -> tuple[int, int, int, int]:
     return num_columns // PANEL, num_inputs // PAIR, PANEL, PAIR
 

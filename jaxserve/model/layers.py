@@ -11,7 +11,7 @@ import jax
 from jax import numpy as jnp
 
 from jaxserve.kernels.choice import Kernels
-from jaxserve.kernels.dot import MatmulImpl, project, wider_dtype
+from jaxserve.kernels.dot import MatmulImpl, project, project_silu, wider_dtype
 from jaxserve.kernels.paged_attention import paged_attention
 from jaxserve.model.batch import TokenBatch
 from jaxserve.model.config import LayerConfig, ModelConfig
@@ -156,13 +156,16 @@ def mlp_block(
 
     SwiGLU and GEGLU of Shazeer 2020, eq. 6.
     """
-    weight_dtype = params["gate_DF"].dtype
-    y_TD = y_TD.astype(weight_dtype)
-    gate_TF, up_TF = project(y_TD, params["gate_DF"], params["up_DF"], impl=matmul)
-    if config.mlp_bias:
-        gate_TF += params["gate_bias_F"][None].astype(jnp.float32)
-        up_TF += params["up_bias_F"][None].astype(jnp.float32)
-    hidden_TF = (activate(gate_TF, config=config) * up_TF).astype(weight_dtype)
+    gate, up = params["gate_DF"], params["up_DF"]
+    y_TD = y_TD.astype(gate.dtype)
+    if matmul == "native" and config.activation == "silu" and not config.mlp_bias:
+        hidden_TF = project_silu(y_TD, gate, up)
+    else:
+        gate_TF, up_TF = project(y_TD, gate, up, impl=matmul)
+        if config.mlp_bias:
+            gate_TF += params["gate_bias_F"][None].astype(jnp.float32)
+            up_TF += params["up_bias_F"][None].astype(jnp.float32)
+        hidden_TF = (activate(gate_TF, config=config) * up_TF).astype(gate.dtype)
     (out_TD,) = project(hidden_TF, params["down_FD"], impl=matmul)
     if config.mlp_bias:
         out_TD += params["down_bias_D"][None].astype(jnp.float32)

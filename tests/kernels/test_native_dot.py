@@ -12,6 +12,7 @@ from jaxserve.kernels.dot import (
     PackedWeight,
     find_matmul_problem,
     project,
+    project_silu,
     project_transposed,
     take_columns,
 )
@@ -25,6 +26,7 @@ ROWS = (1, 2, 3, 4, 5, 11, 12, 13, 24, 25, 31, 47, 63, 64, 129)
 TOLERANCE = 2e-6
 
 _project = jax.jit(project, static_argnames="impl")
+_project_silu = jax.jit(project_silu)
 _project_transposed = jax.jit(project_transposed, static_argnames="impl")
 
 
@@ -154,12 +156,57 @@ def test_large_numbers_are_summed_and_overflow_to_infinity(M: int) -> None:
     np.testing.assert_array_equal(multiply(x_MK, w_KN)[0], np.float32(np.inf))
 
 
+def gated(x_MK: np.ndarray, gate_KN: np.ndarray, up_KN: np.ndarray) -> np.ndarray:
+    return np.asarray(_project_silu(x_MK, packed_of(gate_KN), packed_of(up_KN)))
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.asarray(x / (1 + np.exp(-x)))
+
+
+@pytest.mark.parametrize("case", [*EDGES, *random_cases(6)], ids=str)
+def test_a_gated_product_is_right_and_rounded_once(case: tuple[int, int, int]) -> None:
+    M, K, N = case
+    x_MK, gate_KN, up_KN = normal(21, M, K), normal(22, K, N), normal(23, K, N)
+    y_MN = gated(x_MK, gate_KN, up_KN)
+    assert y_MN.dtype == jnp.bfloat16
+    gate_MN, up_MN = multiply(x_MK, gate_KN, up_KN)
+    wanted_MN = silu(gate_MN.astype(np.float64)) * up_MN.astype(np.float64)
+    # half a unit of the last of bfloat16's eight bits, and what the exponential is off by
+    np.testing.assert_allclose(y_MN.astype(np.float64), wanted_MN, rtol=1.001 * 2**-8, atol=1e-35)
+
+
+def test_a_gated_row_does_not_depend_on_how_many_there_are() -> None:
+    x_MK, gate_KN, up_KN = normal(24, MAX_ROWS, 544), normal(25, 544, 352), normal(26, 544, 352)
+    wanted_MN = gated(x_MK, gate_KN, up_KN)
+    for M in ROWS:
+        np.testing.assert_array_equal(gated(x_MK[:M], gate_KN, up_KN), wanted_MN[:M])
+        np.testing.assert_array_equal(gated(x_MK[-M:], gate_KN, up_KN), wanted_MN[-M:])
+
+
+def test_a_gate_of_any_size_is_right() -> None:
+    gate_N = np.array([0.0, -0.0, 1e-3, -1e-3, 5.0, -5.0, 80.0, -80.0, 1e4, -1e4, 1e38, -1e38])
+    gate_KN, up_KN = np.zeros((2, 32)), np.zeros((2, 32))
+    gate_KN[0, : len(gate_N)] = gate_N
+    up_KN[0] = 1.0
+    x_MK = np.array([[1.0, 0.0]]).astype(jnp.bfloat16)
+    gate_KN, up_KN = gate_KN.astype(jnp.bfloat16), up_KN.astype(jnp.bfloat16)
+    wanted_N = silu(gate_KN[0].astype(np.float64))
+    y_N = gated(x_MK, gate_KN, up_KN)[0].astype(np.float64)
+    np.testing.assert_allclose(y_N, wanted_N, rtol=1.001 * 2**-8, atol=1e-35)
+    x_MK[0, 0] = np.nan
+    assert np.isnan(gated(x_MK, gate_KN, up_KN).astype(np.float32)).all()
+
+
 def test_sizes_that_do_not_fit_are_found_and_refused() -> None:
     assert find_matmul_problem(64, PANEL) is None
     assert find_matmul_problem(63, 32) == "a weight is 63 by 32, not a multiple of 2 by 32"
     assert find_matmul_problem(2, 33) == "a weight is 2 by 33, not a multiple of 2 by 32"
     with pytest.raises(jax.errors.JaxRuntimeError, match="a packed weight and its result do not"):
         _project(normal(15, 2, 62), packed_of(normal(16, 64, 32)), impl="native")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="two packed weights and the result do"):
+        gated(normal(15, 2, 64), normal(16, 64, 32), normal(16, 64, 64))
 
 
 def test_a_weight_of_the_other_form_is_an_error() -> None:
