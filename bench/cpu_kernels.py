@@ -5,7 +5,8 @@ of sequences and both kinds, the median milliseconds of a step's parts, and besi
 the larger of the bytes that must be read over the bandwidth and the operations over the rate, both
 measured just before. The kinds take turns, so that a busy moment hits both.
 
-weights, attention, head and sampling (greedy) are programs of their own that do nothing else. step
+weights (native: with the activation that is inside its product), attention, head and sampling
+(greedy) are programs of their own that do nothing else. step
 is the runner's, from its plan to its result, nothing overlapped. rest is what its forward program
 takes beyond weights and attention: norms, rotations, K/V writes, activations; host is what the step
 takes beyond its two programs. A rest below 0 says that parts alone were slower than in the step.
@@ -28,7 +29,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from jaxserve.config import Config, default_cache_dir, load_config
-from jaxserve.kernels.dot import MatmulImpl, project
+from jaxserve.kernels.dot import MatmulImpl, project, project_silu
 from jaxserve.kernels.paged_attention import paged_attention
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
@@ -258,10 +259,12 @@ def build_weights(served: Served) -> Run:
             )
             q_TF += k_TF[:1, :1] + v_TF[:1, :1]  # so that none is left out
             (y_TD,) = project(q_TF.astype(jnp.bfloat16), layer["o_NHD"], impl=impl)
-            gate_TF, up_TF = project(
-                y_TD.astype(jnp.bfloat16), layer["gate_DF"], layer["up_DF"], impl=impl
-            )
-            hidden_TF = (gate_TF + up_TF).astype(jnp.bfloat16)
+            y_TD = y_TD.astype(jnp.bfloat16)
+            if impl == "native":
+                hidden_TF = project_silu(y_TD, layer["gate_DF"], layer["up_DF"])
+            else:
+                gate_TF, up_TF = project(y_TD, layer["gate_DF"], layer["up_DF"], impl=impl)
+                hidden_TF = (gate_TF + up_TF).astype(jnp.bfloat16)
             (y_TD,) = project(hidden_TF, layer["down_FD"], impl=impl)
             y_TD = y_TD.astype(jnp.bfloat16)
         return y_TD

@@ -16,7 +16,7 @@ PAIR: Final = 2  # rows of it that are multiplied at once
 
 @flax.struct.dataclass(kw_only=True)
 class PackedWeight:
-    """A bfloat16 weight as the native product reads it: from end to end (`native/dot.cc`).
+    """A bfloat16 weight as the native product reads it: from end to end (`native/panels.h`).
 
     Attributes:
       panels: ``[columns / 32, rows / 2, 32, 2]``, as `model.packing.pack` has it.
@@ -89,7 +89,7 @@ def take_columns(weight: PackedWeight, index_T: jax.Array) -> jax.Array:
 
 
 def find_matmul_problem(num_inputs: int, num_columns: int) -> str | None:
-    """Returns why a weight's product cannot be computed natively; see `native/dot.cc`."""
+    """Returns why a weight's product cannot be computed natively; see `native/panels.h`."""
     if num_inputs % PAIR or num_columns % PANEL:
         return f"a weight is {num_inputs} by {num_columns}, not a multiple of {PAIR} by {PANEL}"
     return None
