@@ -6,10 +6,10 @@ the larger of the bytes that must be read over the bandwidth and the operations 
 measured just before. The kinds take turns, so that a busy moment hits both.
 
 weights (native: with the activation that is inside its product), attention, head and sampling
-(greedy) are programs of their own that do nothing else. step
-is the runner's, from its plan to its result, nothing overlapped. rest is what its forward program
-takes beyond weights and attention: norms, rotations, K/V writes, activations; host is what the step
-takes beyond its two programs. A rest below 0 says that parts alone were slower than in the step.
+(greedy) are programs of their own that do nothing else. step is the runner's, from its plan to its
+result, nothing overlapped. rest is what its forward program takes beyond weights and attention:
+norms, rotations, K/V writes; host is what the step takes beyond its two programs. A rest below 0
+says that parts alone were slower than in the step.
 
 Weights and K/V are random bfloat16.
 """
