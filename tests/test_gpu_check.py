@@ -45,7 +45,7 @@ condition:
 LAYER = (4097, 2, 3, 16, 64)
 COPY = "  %copy.7 = bf16[4097,2,3,16,64]{4,3,2,1,0} copy(bf16[4097,2,3,16,64]{4,3,2,1,0} %p)"
 SPILLING = Assembled(num_registers=255, spill_bytes=8)
-LIMITS = Limits(temp_bytes=100, kernels=3, loops=1, conditions=1, layer_shape=LAYER)
+LIMITS = Limits(temp_bytes=100, kernels=3, loops=1, conditions=1, pool_shapes=(LAYER,))
 FINE = Compiled(
     thunk_sequence=CAPTURED,
     mosaic_launches={},

@@ -30,6 +30,7 @@ class StepCounts:
         self._metrics = metrics
         self._scheme = scheme
         self._is_invariant = spec.batch_invariant
+        self._is_quantized = bool(spec.kv_scales)
         self._captured = {key.bucket for key in captured if key.bucket is not None}
         for bucket in scheme.forwards:
             name = bucket_name(bucket)
@@ -59,6 +60,8 @@ class StepCounts:
             metrics.bucketed_steps.inc()
         if self._is_invariant:
             metrics.batch_invariant_steps.inc()
+        if self._is_quantized:
+            metrics.quantized_kv_tokens.inc(real)
         if self._scheme.is_fallback(bucket, plan):
             metrics.bucket_fallbacks.labels(bucket=name).inc()
         if bucket in self._captured and (output is None or output in self._captured):
