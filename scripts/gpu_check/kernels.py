@@ -154,12 +154,14 @@ def planned_resident(launch: Launch, call: Call) -> int:
     Of Mosaic's, each with 32 KiB of K and V on its way, two; of three-part queries one. Of
     Triton's: three of the small ones, each with 32 KiB too. Of the large ones, whose product is
     worth more than its loads, two; of those of 256 lanes, whose sums alone take a quarter of all
-    registers, one.
+    registers, one. A small one over a pool of one byte has registers to widen it in: of 256 lanes,
+    or with three-part queries, two fit.
     """
     if call.backend == "mosaic":
         return 2 if call.dtype == "bfloat16" else 1
     if launch.rows < MAX_ROWS:
-        return 3
+        is_wide = call.head_dim > 128 or call.dtype == "float32"
+        return 2 if call.kv_dtype in LARGEST and is_wide else 3
     return 2 if call.head_dim <= 128 else 1
 
 
