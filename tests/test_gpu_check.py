@@ -91,10 +91,11 @@ def test_a_program_within_its_limits_has_no_fault() -> None:
     assert kinds(FINE) == []
 
 
-def test_a_lone_kernel_needs_no_graph() -> None:
+@pytest.mark.parametrize(("count", "faults"), [(1, []), (4, []), (5, [Kind.NOT_ONE_GRAPH])])
+def test_a_few_kernels_need_no_graph(count: int, faults: list[Kind]) -> None:
     kernels = {"loop_gather_fusion": Assembled(num_registers=16, spill_bytes=0)}
-    lone = dataclasses.replace(FINE, thunk_sequence=LONE, kernels=kernels)
-    assert kinds(lone, dataclasses.replace(LIMITS, loops=0, conditions=0)) == []
+    lone = dataclasses.replace(FINE, thunk_sequence=LONE * count, kernels=kernels)
+    assert kinds(lone, dataclasses.replace(LIMITS, loops=0, conditions=0)) == faults
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 
+from jaxserve.runner.capture import MIN_GRAPH_LEN
 from scripts.gpu_check.dump import COMMAND_BUFFER, Compiled, Coverage, Resources, count_copies
 
 
@@ -65,9 +66,9 @@ def find_faults(compiled: Compiled, coverage: Coverage, limits: Limits) -> Itera
         yield Fault(kind=Kind.NOT_IN_PLACE, text=text)
     if copies := sum(count_copies(compiled.hlo, shape) for shape in limits.pool_shapes):
         yield Fault(kind=Kind.POOL_COPY, text=f"{copies} layers of it")
-    # A lone kernel is launched as it is: a graph of it gains nothing.
-    is_lone = len(coverage.top_level) == coverage.num_launches == 1
-    if coverage.top_level != (COMMAND_BUFFER,) and not is_lone:
+    # A few kernels are launched as they are: XLA makes no graph of so few.
+    are_few = len(coverage.top_level) == coverage.num_launches < MIN_GRAPH_LEN
+    if coverage.top_level != (COMMAND_BUFFER,) and not (are_few and not coverage.num_graphs):
         text = f"{coverage.num_graphs} graphs, outside {', '.join(coverage.outside) or 'nothing'}"
         yield Fault(kind=Kind.NOT_ONE_GRAPH, text=text)
     if (coverage.loops, coverage.conditions) != (limits.loops, limits.conditions):
