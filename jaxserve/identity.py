@@ -32,7 +32,7 @@ class CacheIdentity:
       tokenizer: digest of the tokenizer.
       positions: how positions enter the keys: the rope's kind and numbers, windows.
       kv_dtype: of the cached numbers.
-      kv_scales: digest of their scales; "" where they have none.
+      kv_scales: how they are scaled; "" where they are not.
       page_size: tokens of a page.
       adapter: id of the adapter in force; None is the base model.
       adapter_generation: how often that id was loaded; its content may differ each time.

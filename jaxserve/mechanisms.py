@@ -23,6 +23,7 @@ class Mechanism:
       key: the switch, a dotted configuration key.
       on: its value that turns the mechanism on.
       off: its value that takes the mechanism away.
+      also_on: further values that turn it on.
       counters: samples of `metrics.py`: each above 0 after a run that could use it, 0 while off.
       in_baseline: kept on by configs/baseline.toml, because serving is not sane without it.
       needs: the mechanism without which it does nothing.
@@ -38,11 +39,16 @@ class Mechanism:
     in_baseline: bool = False
     needs: str | None = None
     platform: Literal["gpu"] | None = None
+    also_on: tuple[str, ...] = ()
 
     def is_on(self, config: Config) -> bool:
         """Whether `config` turns it on."""
         section, _, field = self.key.partition(".")
-        return bool(getattr(getattr(config, section), field) == self.on)
+        return self.is_turned_on_by(getattr(getattr(config, section), field))
+
+    def is_turned_on_by(self, value: object) -> bool:
+        """Whether a value of its key turns it on."""
+        return value == self.on or value in self.also_on
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -143,6 +149,15 @@ MECHANISMS = (
         on=True,
         off=False,
         counters=("batch_invariant_steps_total",),
+    ),
+    Mechanism(
+        name="kv_quantization",
+        purpose="A number of K/V takes one byte, so that the pool holds more tokens.",
+        key="kv.dtype",
+        on="int8",
+        off="auto",
+        also_on=("float8_e4m3fn",),
+        counters=("quantized_kv_tokens_total",),
     ),
 )
 
@@ -293,6 +308,21 @@ PAIRS: Mapping[frozenset[str], Pair] = dict(
             prefix_order="The order of starts is in no sum.",
             host_tier="Copies are exact.",
             command_buffers="A graph replays the same kernels.",
+        ),
+        *_works_with(
+            "kv_quantization",
+            continuous_batching="A token's scales are its own, whoever runs beside it.",
+            on_demand_pages="A page's scales are taken, given up and computed again with it.",
+            chunked_prefill="A token is scaled by itself, wherever its prompt is cut, and reads "
+            "what was rounded of its own chunk, too.",
+            overlap="Scales are written on the device, in the step of their tokens.",
+            buckets="There is the same write in every shape.",
+            prefix_cache="What is reused was rounded as it would be again; dtype and kind of "
+            "scales are in the identity.",
+            prefix_order="The order of starts is in no number.",
+            host_tier="A page's scales go with it, under the same checksum.",
+            command_buffers="A graph has a second write for each layer.",
+            batch_invariant="Each head of a token is rounded by itself: equal bits stay equal.",
         ),
     ]
 )

@@ -5,6 +5,7 @@ layer finds the last one's keys in a cache of the device.
 """
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from jax import numpy as jnp
 
 from jaxserve.kernels.paged_attention import Impl, paged_attention, triton
 from jaxserve.kernels.paged_attention.launch import Launch, find_launch
+from jaxserve.kernels.pool import LARGEST, Pool, QuantizedPool, quantize
 
 PAGE: Final = 16
 TILE: Final = 16
@@ -27,10 +29,11 @@ NUM_RUNS: Final = 12
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class Shape:
-    """Of the heads: query heads, KV heads, lanes."""
+    """Of the heads: query heads, KV heads, lanes; and what the pool is made of."""
 
     heads: tuple[int, int]
     head_dim: int
+    kv_dtype: str = "bfloat16"
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class Call:
     q_lens_X: jax.Array
     num_single_rows: int
 
-    def attend(self, kv_C2KRH: jax.Array, impl: Impl, launch: Launch | None = None) -> jax.Array:
+    def attend(self, kv_C2KRH: Pool, impl: Impl, launch: Launch | None = None) -> jax.Array:
         scale = self.q_TNH.shape[-1] ** -0.5
         if launch is not None:
             assert self.num_single_rows == len(self.q_TNH), "launches are given for decode alone"
@@ -93,13 +96,13 @@ def check(impl: Impl, shape: Shape, *, seed: int = 0) -> float:
     call, num_pages = _build(
         shape, singles=lengths, tiles=[(16, 16), (3, 40), (16, 199)], seed=seed
     )
-    kv_C2KRH = _random(seed + 1, (num_pages, 2, shape.heads[1], PAGE, shape.head_dim))
+    kv_C2KRH = _random_pool(seed + 1, num_pages, shape)
     found_TNH = np.asarray(jax.jit(Call.attend, static_argnums=2)(call, kv_C2KRH, impl), np.float64)
     host = jax.devices("cpu")[0]
     with jax.default_device(host):
         wanted_TNH = np.asarray(
             jax.tree.map(_widen, jax.device_put(call, host)).attend(
-                _widen(jax.device_put(kv_C2KRH, host)), "reference"
+                jax.tree.map(_widen, jax.device_put(kv_C2KRH, host)), "reference"
             ),
             np.float64,
         )
@@ -128,10 +131,12 @@ def measure(
       num_splits: of the Triton kernel, in place of what the shape would get.
     """
     call, num_pages = _build(shape, singles=[kv_len] * num_rows, tiles=[], seed=0)
-    pool = (num_pages, 2, shape.heads[1], PAGE, shape.head_dim)
-    kv_bytes = 2 * num_rows * kv_len * shape.heads[1] * shape.head_dim * 2
-    num_layers = min(max(-(-SET_BYTES // kv_bytes), 2), MAX_LAYERS)
-    pools = [_random(layer, pool) for layer in range(num_layers)]
+    first = _random_pool(0, num_pages, shape)
+    page_bytes = sum(array.nbytes for array in jax.tree.leaves(first)) / num_pages
+    kv_bytes = num_rows * kv_len * page_bytes / PAGE
+    num_layers = min(max(math.ceil(SET_BYTES / kv_bytes), 2), MAX_LAYERS)
+    others = (_random_pool(layer, num_pages, shape) for layer in range(1, num_layers))
+    pools = [first, *others]
     launch = None
     if num_splits is not None:
         q_X1NH = jax.ShapeDtypeStruct((num_rows, 1, *call.q_TNH.shape[1:]), jnp.bfloat16)
@@ -139,7 +144,7 @@ def measure(
         launch = dataclasses.replace(launch, num_splits=num_splits)
 
     @jax.jit
-    def step(call: Call, pools: Sequence[jax.Array]) -> jax.Array:
+    def step(call: Call, pools: Sequence[Pool]) -> jax.Array:
         for kv_C2KRH in pools:  # each layer's queries are the last one's outputs
             call = dataclasses.replace(call, q_TNH=call.attend(kv_C2KRH, impl, launch))
         return call.q_TNH
@@ -159,7 +164,7 @@ def measure(
     )
 
 
-def _time(step: jax.stages.Wrapped, call: Call, pools: Sequence[jax.Array]) -> float:
+def _time(step: jax.stages.Wrapped, call: Call, pools: Sequence[Pool]) -> float:
     start = time.perf_counter()
     step(call, pools).block_until_ready()
     return time.perf_counter() - start
@@ -232,6 +237,16 @@ def _build(
         num_single_rows=len(singles),
     )
     return call, num_pages
+
+
+def _random_pool(seed: int, num_pages: int, shape: Shape) -> Pool:
+    kv_C2KRH = _random(seed, (num_pages, 2, shape.heads[1], PAGE, shape.head_dim))
+    if shape.kv_dtype not in LARGEST:
+        return kv_C2KRH
+    bytes_C2KRH, scales_C2KR = jax.jit(quantize, static_argnames="dtype")(
+        kv_C2KRH.astype(jnp.float32), dtype=jnp.dtype(shape.kv_dtype)
+    )
+    return QuantizedPool(bytes_C2KRH=bytes_C2KRH, scales_C2KR=scales_C2KR)
 
 
 def _random(seed: int, shape: tuple[int, ...]) -> jax.Array:

@@ -27,6 +27,7 @@ from jax import numpy as jnp
 
 from jaxserve.config import Config
 from jaxserve.kernels.paged_attention import Impl
+from jaxserve.kernels.pool import LARGEST
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import init_params, num_param_bytes
@@ -125,8 +126,7 @@ def report(
                 del runner  # its pool would crowd the next one's
     driver = Driver(runner, kv_len=kv_len, page_size=page_size)
     weight_bytes = num_param_bytes(model, dtype)
-    token_bytes = 2 * model.num_kv_heads * model.head_dim * model.num_layers
-    token_bytes *= jnp.dtype(runner.spec.kv_dtype).itemsize
+    token_bytes = runner.spec.page_bytes // page_size
     table: list[dict[str, object]] = []
     for num_rows in rows:
         for kind, sampling in (
@@ -193,9 +193,14 @@ def report_attention(
 ) -> Iterator[dict[str, object]]:
     model = make_config(options.model[0])
     shape = gpu_attention.Shape(
-        heads=(model.num_heads, model.num_kv_heads), head_dim=model.head_dim
+        heads=(model.num_heads, model.num_kv_heads),
+        head_dim=model.head_dim,
+        kv_dtype=options.kv_dtype if options.kv_dtype in LARGEST else "bfloat16",
     )
-    print(f"attention of {options.model[0]}: {shape.heads} heads of {shape.head_dim}, bfloat16")
+    print(
+        f"attention of {options.model[0]}: {shape.heads} heads of {shape.head_dim}, bfloat16, "
+        f"K/V {shape.kv_dtype}"
+    )
     yield from gpu_attention.report(
         impls,
         shape,
@@ -214,7 +219,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["8b"],
                         help="shapes, of the first also attention alone (default: 8b)")  # fmt: skip
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--kv-dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    parser.add_argument(
+        "--kv-dtype", choices=["auto", "float32", "bfloat16", *LARGEST], default="auto"
+    )
     parser.add_argument("--kv-len", type=int, default=512, help="tokens each row holds")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--attention", nargs="+", metavar="IMPL",

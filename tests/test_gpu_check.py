@@ -45,7 +45,7 @@ condition:
 LAYER = (4097, 2, 3, 16, 64)
 COPY = "  %copy.7 = bf16[4097,2,3,16,64]{4,3,2,1,0} copy(bf16[4097,2,3,16,64]{4,3,2,1,0} %p)"
 SPILLING = Assembled(num_registers=255, spill_bytes=8)
-LIMITS = Limits(temp_bytes=100, kernels=3, loops=1, conditions=1, layer_shape=LAYER)
+LIMITS = Limits(temp_bytes=100, kernels=3, loops=1, conditions=1, pool_shapes=(LAYER,))
 FINE = Compiled(
     thunk_sequence=CAPTURED,
     mosaic_launches={},
@@ -91,10 +91,11 @@ def test_a_program_within_its_limits_has_no_fault() -> None:
     assert kinds(FINE) == []
 
 
-def test_a_lone_kernel_needs_no_graph() -> None:
+@pytest.mark.parametrize(("count", "faults"), [(1, []), (4, []), (5, [Kind.NOT_ONE_GRAPH])])
+def test_a_few_kernels_need_no_graph(count: int, faults: list[Kind]) -> None:
     kernels = {"loop_gather_fusion": Assembled(num_registers=16, spill_bytes=0)}
-    lone = dataclasses.replace(FINE, thunk_sequence=LONE, kernels=kernels)
-    assert kinds(lone, dataclasses.replace(LIMITS, loops=0, conditions=0)) == []
+    lone = dataclasses.replace(FINE, thunk_sequence=LONE * count, kernels=kernels)
+    assert kinds(lone, dataclasses.replace(LIMITS, loops=0, conditions=0)) == faults
 
 
 @pytest.mark.parametrize(

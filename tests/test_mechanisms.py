@@ -33,14 +33,16 @@ MAX_MODEL_TOKENS = 40
 # Keys with a choice that make nothing faster: a precision, an implementation, a way to fail, what
 # is offered and to whom.
 NOT_MECHANISMS = {
-    "model.dtype", "kv.dtype", "runner.attention", "runner.matmul", "runner.forbid_recompile",
+    "model.dtype", "runner.attention", "runner.matmul", "runner.forbid_recompile",
     "metrics.prefix", "measure.phases", "measure.record_content", "log.format", "scheduler.policy",
     "model.tool_parser", "model.reasoning_parser", "server.page", "server.reflection",
     "server.vllm_engine", "auth.allow_open",
 }  # fmt: skip
-OFF_BY_DEFAULT = ("prefix_order", "host_tier", "batch_invariant")
+OFF_BY_DEFAULT = ("prefix_order", "host_tier", "batch_invariant", "kv_quantization")
 # Those that a runner without a device does not have, or that need a workload of their own.
-ELSEWHERE = ("buckets", "host_tier", "prefix_order", "command_buffers", "batch_invariant")
+ELSEWHERE = (
+    "buckets", "host_tier", "prefix_order", "command_buffers", "batch_invariant", "kv_quantization"
+)  # fmt: skip
 SPARE = Mechanism(
     name="spare",
     purpose="A mechanism that exists only here.",
@@ -102,7 +104,8 @@ def test_the_baseline_turns_off_every_optional_row() -> None:
 
 def test_all_of_them_work_together() -> None:
     flags = {
-        "host_tier.enabled": True, "scheduler.prefix_order": True, "runner.batch_invariant": True
+        "host_tier.enabled": True, "scheduler.prefix_order": True, "runner.batch_invariant": True,
+        "kv.dtype": "int8",
     }  # fmt: skip
     assert check_mechanisms(load_config(flags=flags)) == MECHANISMS
 
@@ -247,6 +250,7 @@ def test_the_baseline_counts_nothing_but_what_it_keeps() -> None:
 
 def test_overlap_and_buckets_count_on_the_device_too() -> None:
     metrics = run_on_device(overlap=True, capture=True)
+    assert metrics.total("quantized_kv_tokens_total") == 0  # off
     assert metrics.total("overlapped_steps_total") > 0
     assert metrics.total("bucketed_steps_total") > 0
     assert metrics.total("captured_steps_total") == 0  # a CPU has no graphs
@@ -273,6 +277,17 @@ def test_batch_invariance_counts_on_the_device() -> None:
     metrics = run_on_device(batch_invariant=True)
     assert metrics.total("batch_invariant_steps_total") == metrics.total("steps_total") > 0
     assert metrics.total("bucketed_steps_total") == 0
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantized_tokens_count_on_the_device(dtype: str) -> None:
+    kv = CONFIG.kv.model_copy(update={"dtype": dtype})
+    config = CONFIG.model_copy(update={"kv": kv})
+    assert "kv_quantization" in {row.name for row in active_mechanisms(config)}
+    metrics = Metrics()
+    run_workload(config, DeviceRunner(tiny_params(), MODEL, config, metrics=metrics), metrics)
+    counted = metrics.total("quantized_kv_tokens_total")
+    assert counted == metrics.total("step_real_tokens_total") > 0
 
 
 @pytest.mark.parametrize(

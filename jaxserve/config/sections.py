@@ -92,8 +92,10 @@ class KVSection(Section):
     """The paged KV pool."""
 
     page_size: int = pydantic.Field(16, ge=1, le=1024, description="Tokens of a page.")
-    dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
-        "auto", description="auto: the model's dtype."
+    dtype: Literal["auto", "float32", "bfloat16", "int8", "float8_e4m3fn"] = pydantic.Field(
+        "auto",
+        description="auto: the model's dtype. int8, float8_e4m3fn: a byte for each number, and a "
+        "float32 scale for each token's K, and V, in each KV head.",
     )
     pool_bytes: int | None = pydantic.Field(
         None, ge=1, description="Bytes of the pool. Unset: 1 GiB on CPU, what is free elsewhere."

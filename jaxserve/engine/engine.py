@@ -343,5 +343,6 @@ def _identify(model: ServedModel, tokenizer: Tokenizer, config: Config) -> Cache
         tokenizer=tokenizer.digest,
         positions=model.positions,
         kv_dtype=model.kv_dtype,
+        kv_scales=model.kv_scales,
         page_size=config.kv.page_size,
     )

@@ -22,6 +22,7 @@ class ServedModel:
       positions: how positions enter the keys: a digest.
       changing_ropes: (kind, original length) of each rope that changes with a prompt's length.
       kv_dtype: of the KV pool.
+      kv_scales: how its numbers are scaled; "" where they are not.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ServedModel:
     positions: str = ""
     changing_ropes: tuple[tuple[str, int], ...] = ()
     kv_dtype: str = ""
+    kv_scales: str = ""
 
     @property
     def padded_vocab_size(self) -> int:

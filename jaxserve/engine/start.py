@@ -79,6 +79,7 @@ def load_engine(
         dtype=runner.spec.dtype,
         capacity_tokens=(runner.num_pages - 1) * config.kv.page_size,
         kv_dtype=runner.spec.kv_dtype,
+        kv_scales=runner.spec.kv_scales,
         weights_digest=weights_digest.result(),
     )
     _tell_setup(metrics, served, runner, config)
@@ -214,6 +215,7 @@ def _describe(
     dtype: str = "",
     capacity_tokens: int = 0,
     kv_dtype: str = "",
+    kv_scales: str = "",
     weights_digest: str = "",
 ) -> ServedModel:
     return ServedModel(
@@ -234,6 +236,7 @@ def _describe(
         positions=_sha256(repr([(layer.rope, layer.window) for layer in header.config.layers])),
         changing_ropes=find_changing_ropes(layer.rope for layer in header.config.layers),
         kv_dtype=kv_dtype,
+        kv_scales=kv_scales,
     )
 
 

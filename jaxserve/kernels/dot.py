@@ -8,6 +8,8 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
+from jaxserve.kernels.pool import Pool
+
 MatmulImpl = Literal["xla", "native"]
 
 PANEL: Final = 32  # columns of a packed weight that lie together
@@ -111,6 +113,6 @@ def _call_native(x_TD: jax.Array, weights: tuple[Weight, ...]) -> list[jax.Array
     return list(jax.ffi.ffi_call("jaxserve_dot", results)(x_TD, *panels))
 
 
-def wider_dtype(left: Weight, right: jax.Array) -> np.dtype:
-    """Returns the dtype of the two that loses nothing: float32 over bfloat16."""
+def wider_dtype(left: Weight, right: Pool) -> np.dtype:
+    """Returns the dtype of the two that loses nothing: float32 over bfloat16 over one byte."""
     return max(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)

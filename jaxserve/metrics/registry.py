@@ -302,6 +302,9 @@ class Metrics:
         self.batch_invariant_steps = self._counter(
             "batch_invariant_steps", "Steps run in the one shape of runner.batch_invariant."
         )
+        self.quantized_kv_tokens = self._counter(
+            "quantized_kv_tokens", "Tokens whose K and V were written in one byte a number."
+        )
         self.bucketed_steps = self._counter(
             "bucketed_steps", "Steps run in a bucket smaller than the largest of its kind."
         )

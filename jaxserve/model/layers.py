@@ -13,6 +13,7 @@ from jax import numpy as jnp
 from jaxserve.kernels.choice import Kernels
 from jaxserve.kernels.dot import MatmulImpl, project, project_silu, wider_dtype
 from jaxserve.kernels.paged_attention import paged_attention
+from jaxserve.kernels.pool import Pool, QuantizedPool, quantize
 from jaxserve.model.batch import TokenBatch
 from jaxserve.model.config import LayerConfig, ModelConfig
 from jaxserve.model.params import Params
@@ -77,7 +78,7 @@ def soft_cap(x_BV: jax.Array, cap: float) -> jax.Array:
 
 def attention_block(
     params: Params,
-    kv_C2KRH: jax.Array,
+    kv_C2KRH: Pool,
     y_TD: jax.Array,
     *,
     batch: TokenBatch,
@@ -87,7 +88,7 @@ def attention_block(
     num_single_rows: int,
     tile: int,
     kernels: Kernels,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Pool, jax.Array]:
     """Returns the pool with this step's K/V written, and the attention's output."""
     weight_dtype = params["q_DNH"].dtype
     y_TD = y_TD.astype(weight_dtype)
@@ -130,10 +131,11 @@ def attention_block(
     return kv_C2KRH, out_TD
 
 
-def write_kv(
-    kv_C2KRH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, batch: TokenBatch
-) -> jax.Array:
+def write_kv(kv_C2KRH: Pool, k_TKH: jax.Array, v_TKH: jax.Array, *, batch: TokenBatch) -> Pool:
     """Returns the pool with each token's K and V in its row; in place where the pool is donated.
+
+    A pool of one byte takes them as `quantize` has them: each head of a token by itself, whatever
+    else is in the step or in the page.
 
     Padding tokens point past the pool and are dropped. Each gets a page of its own there, which
     makes all indices distinct, as `unique_indices` promises: on a GPU that saves atomic writes.
@@ -143,9 +145,18 @@ def write_kv(
     pages_T = jnp.where(
         batch.write_pages_T < C, batch.write_pages_T, C + jnp.arange(T, dtype=jnp.int32)
     )
-    kv_T2KH = jnp.stack([k_TKH, v_TKH], axis=1).astype(kv_C2KRH.dtype)
-    return kv_C2KRH.at[pages_T, :, :, batch.write_rows_T, :].set(
-        kv_T2KH, mode="drop", unique_indices=True
+
+    def put(pool: jax.Array, new: jax.Array) -> jax.Array:
+        place = pool.at[pages_T, :, :, batch.write_rows_T]
+        return place.set(new, mode="drop", unique_indices=True)
+
+    kv_T2KH = jnp.stack([k_TKH, v_TKH], axis=1)
+    if not isinstance(kv_C2KRH, QuantizedPool):
+        return put(kv_C2KRH, kv_T2KH.astype(kv_C2KRH.dtype))
+    bytes_T2KH, scales_T2K = quantize(kv_T2KH, kv_C2KRH.dtype)
+    return QuantizedPool(
+        bytes_C2KRH=put(kv_C2KRH.bytes_C2KRH, bytes_T2KH),
+        scales_C2KR=put(kv_C2KRH.scales_C2KR, scales_T2K),
     )
 
 

@@ -14,6 +14,7 @@ from jaxserve.kernels.dot import (
     project_transposed,
     take_columns,
 )
+from jaxserve.kernels.pool import Pool
 from jaxserve.model.batch import TokenBatch, find_real_tokens, spread_rows
 from jaxserve.model.config import LayerConfig, ModelConfig
 from jaxserve.model.experts import experts_block
@@ -34,14 +35,14 @@ __all__ = ["TokenBatch", "forward", "logits"]
 
 def forward(
     params: Params,
-    kv: tuple[jax.Array, ...],
+    kv: tuple[Pool, ...],
     batch: TokenBatch,
     *,
     config: ModelConfig,
     num_single_rows: int,
     tile: int,
     kernels: Kernels,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+) -> tuple[tuple[Pool, ...], jax.Array]:
     """Returns the pool with this step's K/V written, and ``hidden_TD`` before the final norm.
 
     Args:
@@ -99,7 +100,7 @@ def forward(
 )
 def layer(
     params: Params,
-    kv_C2KRH: jax.Array,
+    kv_C2KRH: Pool,
     x_TD: jax.Array,
     *,
     batch: TokenBatch,
@@ -109,7 +110,7 @@ def layer(
     num_single_rows: int,
     tile: int,
     kernels: Kernels,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Pool, jax.Array]:
     """Returns the layer's pool and the residual stream after it."""
     kv_C2KRH, added_TD = attention_block(
         params,

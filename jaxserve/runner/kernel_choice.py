@@ -13,7 +13,7 @@ from jaxserve.kernels.paged_attention.native import find_attention_problem
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.packing import product_sizes
 from jaxserve.runner.native_build import NativeUnavailableError, load_native
-from jaxserve.runner.spec import DtypeName
+from jaxserve.runner.spec import DtypeName, KvDtypeName
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def choose_kernels(
     model: ModelConfig,
     config: Config,
     *,
-    dtypes: tuple[DtypeName, DtypeName],
+    dtypes: tuple[DtypeName, KvDtypeName],
     platform: str,
     cache_dir: Path | None,
 ) -> Kernels:
@@ -38,7 +38,7 @@ def choose_kernels(
     section = config.runner
     dtype, kv_dtype = dtypes
     problem = _find_native_problem(platform)
-    attention_problem = problem or find_attention_problem(model.head_dim)
+    attention_problem = problem or find_attention_problem(model.head_dim, kv_dtype=kv_dtype)
     matmul_problem = problem or _find_matmul_problem(model, dtype)
     attention = section.attention
     matmul = section.matmul

@@ -10,7 +10,7 @@ import jax
 from jaxserve.config import GIB, Config, HostTierSection
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.runner.host_memory import read_host_memory_bytes
-from jaxserve.runner.spec import DtypeName
+from jaxserve.runner.spec import DtypeName, KvDtypeName
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def read_cpu_flags() -> frozenset[str]:
 
 def choose_dtypes(
     config: Config, *, platform: str, cpu_flags: frozenset[str]
-) -> tuple[DtypeName, DtypeName]:
+) -> tuple[DtypeName, KvDtypeName]:
     """Returns the dtype of weights and activations, and that of the pool.
 
     auto: bfloat16 on an accelerator and on CPUs that multiply it in hardware; the pool follows

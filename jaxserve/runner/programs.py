@@ -272,8 +272,8 @@ def lower(key: ProgramKey, sharding: jax.sharding.Sharding | None = None) -> jax
         case "page_out", None:
             return _jit(steps.page_out, "").lower(*place(kv, shape((SWAP_WIDTH,))))
         case "page_in", None:
-            layer = ShapeDtypeStruct((SWAP_WIDTH, *spec.kv_shape[1:]), spec.kv_dtype)
-            arguments = place(kv, shape((SWAP_WIDTH,)), (layer,) * spec.model.num_layers)
+            layers = jax.eval_shape(functools.partial(steps.empty_pages, SWAP_WIDTH, spec=spec))
+            arguments = place(kv, shape((SWAP_WIDTH,)), layers)
             return _jit(steps.page_in, "", donate=(0,)).lower(*arguments)
     raise AssertionError(f"no such program: {key}")
 

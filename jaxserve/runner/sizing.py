@@ -1,14 +1,20 @@
 """The sizes of a runner: pool, context and buckets, found in that order."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
 
 from jaxserve.config import Config
+from jaxserve.errors import CapacityError
 from jaxserve.host_pages import MAX_SWAP_IN, MAX_SWAP_OUT
 from jaxserve.kernels.choice import Kernels
-from jaxserve.kernels.paged_attention.launch import find_split_len
+from jaxserve.kernels.paged_attention.launch import (
+    MAX_BYTE_POOL,
+    find_pool_problem,
+    find_split_len,
+)
 from jaxserve.model.config import MAX_EOS_IDS, ModelConfig
 from jaxserve.model.masks import num_words
 from jaxserve.model.params import num_param_bytes
@@ -22,7 +28,7 @@ from jaxserve.runner.memory import (
     read_memory_bytes,
 )
 from jaxserve.runner.programs import ProgramKey, Programs, program_keys
-from jaxserve.runner.spec import DtypeName, RunnerSpec, bytes_of_page
+from jaxserve.runner.spec import DtypeName, KvDtypeName, RunnerSpec, bytes_of_page
 from jaxserve.runner.steps import init_arrays
 
 # Compiles programs, to be measured.
@@ -47,7 +53,7 @@ def size_runner(
     model: ModelConfig,
     config: Config,
     *,
-    dtypes: tuple[DtypeName, DtypeName],
+    dtypes: tuple[DtypeName, KvDtypeName],
     kernels: Kernels,
     programs: Programs,
     compile_keys: Compile,
@@ -60,7 +66,8 @@ def size_runner(
       compile_keys: puts programs into `programs`.
 
     Raises:
-      CapacityError: parameters, programs or one full-length sequence do not fit.
+      CapacityError: parameters, programs or one full-length sequence do not fit, or a layer's pool
+        is of a size that the attention cannot read.
       ConfigError: sizes that contradict each other or the model.
     """
     page_bytes = bytes_of_page(model, page_size=config.kv.page_size, kv_dtype=dtypes[1])
@@ -82,13 +89,30 @@ def size_runner(
     )
     num_host_pages = choose_num_host_pages(config.host_tier, page_bytes=page_bytes)
     sizes = _build_sizes(model, config, dtypes, num_pages, max_model_tokens, kernels=kernels)
+    _check_layer(sizes.spec)
     return dataclasses.replace(sizes, num_host_pages=num_host_pages)
+
+
+def _check_layer(spec: RunnerSpec) -> None:
+    """Refuses a pool that the chosen attention would read wrongly.
+
+    Raises:
+      CapacityError: says of how many bytes it would be right.
+    """
+    if not spec.kernels.attention.startswith("triton"):
+        return
+    layer = jax.ShapeDtypeStruct(spec.kv_shape, spec.kv_dtype)
+    if problem := find_pool_problem(layer):
+        most = (MAX_BYTE_POOL - 1) // math.prod(spec.kv_shape[1:]) * spec.page_bytes
+        raise CapacityError(
+            f"{problem}; set kv.pool_bytes to at most {most}, or runner.attention to xla"
+        )
 
 
 def _build_sizes(
     model: ModelConfig,
     config: Config,
-    dtypes: tuple[DtypeName, DtypeName],
+    dtypes: tuple[DtypeName, KvDtypeName],
     num_pages: int,
     max_model_tokens: int,
     *,
@@ -137,7 +161,7 @@ def _find_min_rows(model: ModelConfig, kernels: Kernels) -> int:
 def _needed_bytes(
     model: ModelConfig,
     config: Config,
-    dtypes: tuple[DtypeName, DtypeName],
+    dtypes: tuple[DtypeName, KvDtypeName],
     *,
     kernels: Kernels,
     programs: Programs,

@@ -1,14 +1,19 @@
 """Everything about a runner that changes its compiled programs, in one hashable record."""
 
 import dataclasses
-from typing import Literal
+from typing import Final, Literal
 
 from jaxserve.kernels.choice import Kernels
+from jaxserve.kernels.pool import LARGEST, QuantizedDtypeName
 from jaxserve.model.config import ModelConfig
 
 DtypeName = Literal["float32", "bfloat16"]
+KvDtypeName = DtypeName | QuantizedDtypeName
 
-_DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
+_DTYPE_BYTES: Final[dict[KvDtypeName, int]] = {
+    "float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1
+}  # fmt: skip
+_SCALE_BYTES: Final = 4
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -30,7 +35,7 @@ class RunnerSpec:
 
     model: ModelConfig
     dtype: DtypeName
-    kv_dtype: DtypeName
+    kv_dtype: KvDtypeName
     page_size: int
     pages_per_seq: int
     num_pages: int
@@ -52,11 +57,18 @@ class RunnerSpec:
         return (self.num_pages, 2, model.num_kv_heads, self.page_size, model.head_dim)
 
     @property
+    def kv_scales(self) -> str:
+        """How the pool's numbers are scaled, for a cache's identity; "" where they are not."""
+        return "a float32 of each token and head" if self.kv_dtype in LARGEST else ""
+
+    @property
     def page_bytes(self) -> int:
         return bytes_of_page(self.model, page_size=self.page_size, kv_dtype=self.kv_dtype)
 
 
-def bytes_of_page(model: ModelConfig, *, page_size: int, kv_dtype: DtypeName) -> int:
-    """Returns the bytes of one page over all layers."""
-    numbers = 2 * model.num_kv_heads * page_size * model.head_dim
-    return model.num_layers * numbers * _DTYPE_BYTES[kv_dtype]
+def bytes_of_page(model: ModelConfig, *, page_size: int, kv_dtype: KvDtypeName) -> int:
+    """Returns the bytes of one page over all layers, its scales among them."""
+    head_bytes = model.head_dim * _DTYPE_BYTES[kv_dtype]
+    if kv_dtype in LARGEST:
+        head_bytes += _SCALE_BYTES
+    return model.num_layers * 2 * model.num_kv_heads * page_size * head_bytes

@@ -42,6 +42,7 @@ class StepCounts:
         self._metrics = metrics
         self._scheme = scheme
         self._is_invariant = spec.batch_invariant
+        self._is_quantized = bool(spec.kv_scales)
         self._captured = {key.bucket for key in captured if key.bucket is not None}
         self._buckets = {bucket: _BucketCounters(metrics, bucket) for bucket in scheme.forwards}
         self._largest = {bucket for bucket in scheme.forwards if scheme.is_largest(bucket)}
@@ -72,6 +73,8 @@ class StepCounts:
             metrics.bucketed_steps.inc()
         if self._is_invariant:
             metrics.batch_invariant_steps.inc()
+        if self._is_quantized:
+            metrics.quantized_kv_tokens.inc(real)
         if self._scheme.is_fallback(bucket, plan):
             counters.fallbacks.inc()
         if bucket in self._captured and (output is None or output in self._captured):

@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import jax
 from jax import Array, lax
 from jax import numpy as jnp
 
+from jaxserve.kernels.pool import Pool, empty_pool
 from jaxserve.model import sampling as sampler
 from jaxserve.model.batch import split_rows
 from jaxserve.model.logprobs import find_logprobs
@@ -18,14 +20,20 @@ from jaxserve.runner.spec import RunnerSpec
 from jaxserve.runner.state import RowState, gather_sampling, init_state
 from jaxserve.shapes import check_shapes
 
-KV = tuple[Array, ...]
+KV = tuple[Pool, ...]
 
 
 def init_arrays(*, spec: RunnerSpec) -> tuple[KV, RowState, Array]:
     """Returns the empty pool, the state rows and the hidden-state buffer."""
-    kv = tuple(jnp.zeros(spec.kv_shape, spec.kv_dtype) for _ in range(spec.model.num_layers))
+    kv = empty_pages(spec.num_pages, spec=spec)
     hidden_TD = jnp.zeros((spec.max_step_tokens, spec.model.hidden_size), jnp.float32)
     return kv, init_state(spec), hidden_TD
+
+
+def empty_pages(num_pages: int, *, spec: RunnerSpec) -> KV:
+    """Returns so many pages of zeros, layer by layer."""
+    shape = (num_pages, *spec.kv_shape[1:])
+    return tuple(empty_pool(shape, spec.kv_dtype) for _ in range(spec.model.num_layers))
 
 
 def forward_step(
@@ -160,18 +168,20 @@ def copy_pages(kv: KV, pages_2W: Array) -> KV:
     read before any is written. Padding: target past the end."""
     source_W, target_W = pages_2W
 
-    def copy(pool_C2KRH: Array) -> Array:
-        return pool_C2KRH.at[target_W].set(pool_C2KRH.at[source_W].get(mode="clip"), mode="drop")
+    def copy(pool: Array) -> Array:
+        return pool.at[target_W].set(pool.at[source_W].get(mode="clip"), mode="drop")
 
-    return tuple(copy(pool_C2KRH) for pool_C2KRH in kv)
+    copied: KV = jax.tree.map(copy, kv)
+    return copied
 
 
-def page_out(kv: KV, pages_W: Array) -> tuple[Array, ...]:
+def page_out(kv: KV, pages_W: Array) -> KV:
     """Returns pages of the pool, layer by layer: ``out_W2KRH``. Padding: any page."""
-    return tuple(pool_C2KRH.at[pages_W].get(mode="clip") for pool_C2KRH in kv)
+    pages: KV = jax.tree.map(lambda pool: pool.at[pages_W].get(mode="clip"), kv)
+    return pages
 
 
-def page_in(kv: KV, pages_W: Array, layers: tuple[Array, ...]) -> KV:
+def page_in(kv: KV, pages_W: Array, layers: KV) -> KV:
     """Returns the pool (donate it) with pages written to `pages_W`. Padding: past the end.
 
     Args:
@@ -180,7 +190,7 @@ def page_in(kv: KV, pages_W: Array, layers: tuple[Array, ...]) -> KV:
     """
     for in_W2KRH in layers:
         check_shapes(pages_W=pages_W, in_W2KRH=in_W2KRH)
-    return tuple(
-        pool_C2KRH.at[pages_W].set(in_W2KRH, mode="drop")
-        for pool_C2KRH, in_W2KRH in zip(kv, layers, strict=True)
+    written: KV = jax.tree.map(
+        lambda pool, pages: pool.at[pages_W].set(pages, mode="drop"), kv, layers
     )
+    return written

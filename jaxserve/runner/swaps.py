@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import jax
-import numpy as np
 
 from jaxserve.host_pages import SwapCosts
 from jaxserve.metrics import Metrics
@@ -20,7 +19,7 @@ from jaxserve.runner.steps import KV
 logger = logging.getLogger(__name__)
 
 NUM_TIMED = 3  # runs, of which the fastest counts: others are disturbed
-Program = Callable[..., tuple[jax.Array, ...]]
+Program = Callable[..., KV]
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -32,7 +31,7 @@ class PageReads:
       host_pages: where they go.
     """
 
-    layers: tuple[jax.Array, ...]
+    layers: KV
     host_pages: tuple[int, ...]
 
 
@@ -116,14 +115,14 @@ class Swaps:
         )
         return kv
 
-    def _read(self, pages: Sequence[int], kv: KV) -> tuple[jax.Array, ...]:
+    def _read(self, pages: Sequence[int], kv: KV) -> KV:
         pages_W = jax.device_put(build_swap_pages(pages, self._spec))
-        layers: tuple[jax.Array, ...] = self._page_out(kv, pages_W)
+        layers = self._page_out(kv, pages_W)
         with jax.transfer_guard_device_to_host("allow"):  # on a GPU this counts as implicit
-            for out_W2KRH in layers:
-                out_W2KRH.copy_to_host_async()
+            for array in jax.tree.leaves(layers):
+                array.copy_to_host_async()
         return layers
 
-    def _write(self, pages: Sequence[int], layers: tuple[np.ndarray, ...], kv: KV) -> KV:
+    def _write(self, pages: Sequence[int], layers: KV, kv: KV) -> KV:
         arguments = jax.device_put((build_swap_pages(pages, self._spec), layers))
         return self._page_in(kv, *arguments)

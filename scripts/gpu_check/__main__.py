@@ -16,7 +16,7 @@ import jax  # isort: skip
 from jaxserve.kernels.paged_attention import Impl
 from scripts.gpu_check.kernels import all_calls, check_kernels, edge_calls
 from scripts.gpu_check.plants import PLANTS, check_forward, find_planted
-from scripts.gpu_check.programs import check_programs, find_keys
+from scripts.gpu_check.programs import KV_DTYPES, check_programs, find_keys
 from scripts.gpu_check.step import check_step
 
 PARTS = ("kernels", "programs", "step", "plants")
@@ -56,9 +56,10 @@ def prove(mesh: jax.sharding.Mesh) -> Iterator[str]:
 def tell_left_out() -> None:
     chosen, there = (
         sum(
-            len(list(find_keys(model, attention, has_all=has_all)))
+            len(list(find_keys(model, attention, kv_dtype=kv_dtype, has_all=has_all)))
             for model in MODELS
             for attention in ATTENTIONS
+            for kv_dtype in KV_DTYPES
         )
         for has_all in (False, True)
     )

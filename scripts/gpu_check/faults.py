@@ -4,6 +4,7 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 
+from jaxserve.runner.capture import MIN_GRAPH_LEN
 from scripts.gpu_check.dump import COMMAND_BUFFER, Compiled, Coverage, Resources, count_copies
 
 
@@ -38,14 +39,15 @@ class Limits:
     Attributes:
       kernels: distinct ones. Each is tuned and loaded on its own, so layers have to share theirs.
       loops, conditions: as many as its code has, each inside the graph.
-      layer_shape: of a layer's pool, which is never copied; None where a program has no pool.
+      pool_shapes: of the arrays of a layer's pool, which are never copied; none where a program has
+        no pool.
     """
 
     temp_bytes: int
     kernels: int
     loops: int
     conditions: int
-    layer_shape: tuple[int, ...] | None
+    pool_shapes: tuple[tuple[int, ...], ...]
 
 
 def find_faults(compiled: Compiled, coverage: Coverage, limits: Limits) -> Iterator[Fault]:
@@ -62,11 +64,11 @@ def find_faults(compiled: Compiled, coverage: Coverage, limits: Limits) -> Itera
     if compiled.alias_bytes != compiled.donated_bytes:
         text = f"{compiled.alias_bytes} bytes are, of {compiled.donated_bytes}"
         yield Fault(kind=Kind.NOT_IN_PLACE, text=text)
-    if limits.layer_shape and (copies := count_copies(compiled.hlo, limits.layer_shape)):
+    if copies := sum(count_copies(compiled.hlo, shape) for shape in limits.pool_shapes):
         yield Fault(kind=Kind.POOL_COPY, text=f"{copies} layers of it")
-    # A lone kernel is launched as it is: a graph of it gains nothing.
-    is_lone = len(coverage.top_level) == coverage.num_launches == 1
-    if coverage.top_level != (COMMAND_BUFFER,) and not is_lone:
+    # A few kernels are launched as they are: XLA makes no graph of so few.
+    are_few = len(coverage.top_level) == coverage.num_launches < MIN_GRAPH_LEN
+    if coverage.top_level != (COMMAND_BUFFER,) and not (are_few and not coverage.num_graphs):
         text = f"{coverage.num_graphs} graphs, outside {', '.join(coverage.outside) or 'nothing'}"
         yield Fault(kind=Kind.NOT_ONE_GRAPH, text=text)
     if (coverage.loops, coverage.conditions) != (limits.loops, limits.conditions):

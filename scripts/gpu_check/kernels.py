@@ -18,6 +18,7 @@ from jaxserve.kernels.paged_attention.launch import (
     find_mosaic_launch,
     find_mosaic_problem,
 )
+from jaxserve.kernels.pool import LARGEST, empty_pool
 from scripts.gpu_check import h200
 from scripts.gpu_check.dump import Resources, read_launch
 from scripts.gpu_check.faults import Fault, find_kernel_faults
@@ -69,6 +70,17 @@ def _all_calls(backend: str) -> Iterator[Call]:
         yield dataclasses.replace(base, soft_cap=30.0)
         yield dataclasses.replace(base, window=1024, soft_cap=30.0)
         yield dataclasses.replace(base, split_len=1024)
+        for kv_dtype in LARGEST:
+            yield from _quantized_calls(dataclasses.replace(base, kv_dtype=kv_dtype))
+
+
+def _quantized_calls(base: Call) -> Iterator[Call]:
+    for shared in HEADS:
+        yield dataclasses.replace(base, heads=shared)
+    yield dataclasses.replace(base, page=128)
+    yield dataclasses.replace(base, window=1024, soft_cap=30.0)
+    yield dataclasses.replace(base, split_len=1024)
+    yield dataclasses.replace(base, dtype="float32")
 
 
 def edge_calls() -> Iterator[Call]:
@@ -84,6 +96,10 @@ def _edge_calls(backend: str) -> Iterator[Call]:
         yield dataclasses.replace(base, window=1024, soft_cap=30.0)
         yield dataclasses.replace(base, dtype="float32", kv_dtype="float32")
         yield dataclasses.replace(base, dtype="float32")
+        for kv_dtype in LARGEST:
+            rounded = dataclasses.replace(base, kv_dtype=kv_dtype)
+            yield dataclasses.replace(rounded, window=1024, soft_cap=30.0)
+            yield dataclasses.replace(rounded, dtype="float32")
         if num_queries > 1 and backend == "triton":
             yield dataclasses.replace(base, heads=(8, 8), page=128)  # fewer rows
 
@@ -101,16 +117,15 @@ def is_refused(call: Call) -> bool:
 def compile_call(call: Call, mesh: jax.sharding.Mesh) -> tuple[Launch, Resources]:
     (N, K), H, R = call.heads, call.head_dim, call.page
     X, P = (8 if call.num_queries == 1 else 32), NUM_TOKENS // call.page
-    arguments = [
-        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=h200.place_on(mesh))
-        for shape, dtype in (
-            ((X, call.num_queries, N, H), call.dtype),
-            ((4 * P, 2, K, R, H), call.kv_dtype),
-            ((X, P), "int32"),
-            ((X,), "int32"),
-            ((X,), "int32"),
-        )
-    ]
+    place = functools.partial(jax.ShapeDtypeStruct, sharding=h200.place_on(mesh))
+    pool = jax.eval_shape(functools.partial(empty_pool, (4 * P, 2, K, R, H), call.kv_dtype))
+    arguments = (
+        place((X, call.num_queries, N, H), jnp.dtype(call.dtype)),
+        jax.tree.map(lambda array: place(array.shape, array.dtype), pool),
+        place((X, P), jnp.int32),
+        place((X,), jnp.int32),
+        place((X,), jnp.int32),
+    )
     is_mosaic = call.backend == "mosaic"
     attend = functools.partial(
         mosaic.attend if is_mosaic else triton.attend,
@@ -139,12 +154,14 @@ def planned_resident(launch: Launch, call: Call) -> int:
     Of Mosaic's, each with 32 KiB of K and V on its way, two; of three-part queries one. Of
     Triton's: three of the small ones, each with 32 KiB too. Of the large ones, whose product is
     worth more than its loads, two; of those of 256 lanes, whose sums alone take a quarter of all
-    registers, one.
+    registers, one. A small one over a pool of one byte has registers to widen it in: of 256 lanes,
+    or with three-part queries, two fit.
     """
     if call.backend == "mosaic":
         return 2 if call.dtype == "bfloat16" else 1
     if launch.rows < MAX_ROWS:
-        return 3
+        is_wide = call.head_dim > 128 or call.dtype == "float32"
+        return 2 if call.kv_dtype in LARGEST and is_wide else 3
     return 2 if call.head_dim <= 128 else 1
 
 

@@ -17,6 +17,7 @@ from jax import numpy as jnp
 
 from jaxserve.kernels.paged_attention import Impl, paged_attention, triton
 from jaxserve.kernels.paged_attention.launch import Launch, find_launch
+from jaxserve.kernels.pool import Pool
 from jaxserve.model import layers, transformer
 from jaxserve.model.batch import TokenBatch
 from jaxserve.model.config import ModelConfig
@@ -38,7 +39,7 @@ Find = Callable[[jax.sharding.Mesh], list[Fault]]
 # What the regressions stand in for. Their arguments are passed on as they come.
 _unpack: Callable[..., tuple[jax.Array, TokenBatch]] = unpack
 _layer: Callable[..., tuple[jax.Array, jax.Array]] = transformer.layer
-_write_kv: Callable[..., jax.Array] = layers.write_kv
+_write_kv: Callable[..., Pool] = layers.write_kv
 _attend: Callable[..., jax.Array] = paged_attention
 _find_launch: Callable[..., Launch] = find_launch
 
@@ -106,14 +107,14 @@ def searching_unpack(*arguments: object, **options: object) -> tuple[jax.Array, 
 @contextlib.contextmanager
 def reading_old_kv() -> Iterator[None]:
     """Every layer looks at the pool from before its write once more, after it."""
-    old: list[jax.Array] = []
+    old: list[Pool] = []
 
-    def remembering_write(kv_C2KRH: jax.Array, *arguments: object, **options: object) -> jax.Array:
+    def remembering_write(kv_C2KRH: Pool, *arguments: object, **options: object) -> Pool:
         old.append(kv_C2KRH)
         return _write_kv(kv_C2KRH, *arguments, **options)
 
     def attending_twice(
-        q_TNH: jax.Array, kv_C2KRH: jax.Array, *arguments: object, **options: object
+        q_TNH: jax.Array, kv_C2KRH: Pool, *arguments: object, **options: object
     ) -> jax.Array:
         out_TNH = _attend(q_TNH, kv_C2KRH, *arguments, **options)
         return _attend(out_TNH, old.pop(), *arguments, **options)

@@ -2,6 +2,8 @@
 holds all of it."""
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -11,6 +13,7 @@ from jaxserve.kernels.choice import Kernels
 from jaxserve.kernels.paged_attention import Impl
 from jaxserve.kernels.paged_attention.launch import MIN_ROWS, WANTED_PROGRAMS
 from jaxserve.kernels.paged_attention.xla import BLOCK_TOKENS
+from jaxserve.kernels.pool import empty_pool
 from jaxserve.model.config import MAX_EOS_IDS, ModelConfig
 from jaxserve.plan import Bucket
 from jaxserve.runner import programs
@@ -18,7 +21,7 @@ from jaxserve.runner.batch import COPY_WIDTH, SCORE_WIDTH, num_attention_rows
 from jaxserve.runner.buckets import OutputBucket, build_scheme
 from jaxserve.runner.capture import read_capture
 from jaxserve.runner.programs import ProgramKey, program_keys
-from jaxserve.runner.spec import RunnerSpec
+from jaxserve.runner.spec import KvDtypeName, RunnerSpec
 from scripts.gpu_check import h200
 from scripts.gpu_check.dump import Compiled, Coverage, read_coverage
 from scripts.gpu_check.faults import Fault, Kind, Limits, find_faults
@@ -26,9 +29,12 @@ from scripts.gpu_report import make_config
 
 MAX_MODEL_TOKENS = 2048
 HAS_POOL = ("forward", "page_copy", "page_in", "page_out")
+KV_DTYPES: tuple[KvDtypeName, ...] = ("bfloat16", "int8", "float8_e4m3fn")
 
 
-def build_spec(model: ModelConfig, *, attention: Impl) -> tuple[RunnerSpec, tuple[ProgramKey, ...]]:
+def build_spec(
+    model: ModelConfig, *, attention: Impl, kv_dtype: KvDtypeName = "bfloat16"
+) -> tuple[RunnerSpec, tuple[ProgramKey, ...]]:
     """Returns what runs a model by the default configuration, and its programs."""
     config = Config()
     scheme = build_scheme(config, max_model_tokens=MAX_MODEL_TOKENS, min_rows=2)
@@ -36,7 +42,7 @@ def build_spec(model: ModelConfig, *, attention: Impl) -> tuple[RunnerSpec, tupl
     spec = RunnerSpec(
         model=model,
         dtype="bfloat16",
-        kv_dtype="bfloat16",
+        kv_dtype=kv_dtype,
         page_size=config.kv.page_size,
         pages_per_seq=pages_per_seq,
         num_pages=1 + config.scheduler.max_seqs * pages_per_seq,
@@ -54,16 +60,23 @@ def build_spec(model: ModelConfig, *, attention: Impl) -> tuple[RunnerSpec, tupl
     return spec, program_keys(spec, scheme, has_host_tier=True)
 
 
-def find_keys(model: str, attention: Impl, *, has_all: bool) -> Iterator[ProgramKey]:
+def find_keys(
+    model: str, attention: Impl, *, kv_dtype: KvDtypeName, has_all: bool
+) -> Iterator[ProgramKey]:
     """Yields the programs of one model to check. Outputs and the rest have no attention: they are
-    checked with triton's.
+    checked with triton's. Of pools of one byte, which no kernel but attention's differs with, the
+    demo model's programs alone, and those that have the pool; mosaic reads none.
 
     Args:
       has_all: else one or two buckets of each kind; what all models share, of the demo model.
     """
-    spec, keys = build_spec(make_config(model), attention=attention)
+    spec, keys = build_spec(make_config(model), attention=attention, kv_dtype=kv_dtype)
     for key in keys:
         if attention != "triton" and key.kind != "forward":
+            continue
+        if kv_dtype != "bfloat16" and (
+            model != "135m" or attention == "mosaic" or key.kind not in HAS_POOL
+        ):
             continue
         match key.bucket:
             case Bucket() as bucket:
@@ -127,8 +140,14 @@ def find_limits(key: ProgramKey) -> Limits:
         kernels=kernels,
         loops=loops,
         conditions=conditions,
-        layer_shape=spec.kv_shape if key.kind in HAS_POOL else None,
+        pool_shapes=find_pool_shapes(spec) if key.kind in HAS_POOL else (),
     )
+
+
+def find_pool_shapes(spec: RunnerSpec) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of the arrays of a layer's pool."""
+    layer = jax.eval_shape(functools.partial(empty_pool, spec.kv_shape, spec.kv_dtype))
+    return tuple(array.shape for array in jax.tree.leaves(layer))
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -182,13 +201,13 @@ def check_programs(
         "| model, attention, program | seconds | temporaries MiB | in place MiB | graphs | outside "
         "| kernels | launched | loops | spills |\n|" + " --- |" * 10
     )
-    attentions = tuple(attentions)
-    for model in models:
-        for attention in attentions:
-            for key in find_keys(model, attention, has_all=has_all):
-                checked = check_program(key, mesh)
-                named = f"{model}, {attention}" if key.kind == "forward" else model
-                print(f"| {named}, {checked.row} |", flush=True)
-                for fault in checked.faults:
-                    text = f"{model}, {attention}, {key.name}: {fault.text}"
-                    yield dataclasses.replace(fault, text=text)
+    for model, attention, kv_dtype in itertools.product(models, attentions, KV_DTYPES):
+        for key in find_keys(model, attention, kv_dtype=kv_dtype, has_all=has_all):
+            checked = check_program(key, mesh)
+            named = f"{model}, {attention}" if key.kind == "forward" else model
+            if kv_dtype != "bfloat16":
+                named += f", {kv_dtype}"
+            print(f"| {named}, {checked.row} |", flush=True)
+            for fault in checked.faults:
+                text = f"{model}, {attention}, {kv_dtype}, {key.name}: {fault.text}"
+                yield dataclasses.replace(fault, text=text)

@@ -20,10 +20,14 @@ NUM_ROWS, PROMPT_LEN, PAGE_SIZE = 4, 8, 16
 
 
 def check_step() -> Iterator[Fault]:
-    """Prints how many programs steps are, and yields a fault for each that is too many.
+    """Prints how many programs steps are, and yields a fault for each that is too many."""
+    print("| K/V | step | programs |\n| --- | --- | --- |")
+    for kv_dtype in ("float32", "int8"):
+        yield from _check_pool(kv_dtype)
 
-    Each row holds its prompt after the first step; a row's first step also loads it.
-    """
+
+def _check_pool(kv_dtype: str) -> Iterator[Fault]:
+    """Each row holds its prompt after the first step; a row's first step also loads it."""
     ran: list[str] = []
     get = Programs.__getitem__
 
@@ -40,7 +44,11 @@ def check_step() -> Iterator[Fault]:
     config = Config.model_validate(
         {
             "model": {"dtype": "float32", "max_model_tokens": 2 * PAGE_SIZE},
-            "kv": {"num_pages": 1 + 2 * NUM_ROWS, "page_size": PAGE_SIZE},
+            "kv": {
+                "num_pages": 1 + 2 * NUM_ROWS,
+                "page_size": PAGE_SIZE,
+                "dtype": kv_dtype,
+            },
             "scheduler": {"max_seqs": NUM_ROWS},
             "buckets": {
                 "decode_seqs": [NUM_ROWS],
@@ -54,7 +62,6 @@ def check_step() -> Iterator[Fault]:
     with mock.patch.object(Programs, "__getitem__", get_counting):
         params = init_params(model, jax.random.key(0), "float32", stddev=0.02)
         runner = Runner(params, model, config, metrics=Metrics())
-    print("| step | programs |\n| --- | --- |")
     for step_id, (name, lens) in enumerate(
         (
             ("first", (PROMPT_LEN,) * (NUM_ROWS - 1)),
@@ -65,10 +72,10 @@ def check_step() -> Iterator[Fault]:
     ):
         del ran[:]
         runner.launch(_plan(step_id, lens)).result()
-        print(f"| {name} | {', '.join(ran)} |")
+        print(f"| {kv_dtype} | {name} | {', '.join(ran)} |")
         num_programs = len(ran) - ran.count("row_load")  # once a request
         if not 0 < num_programs <= MAX_PROGRAMS:
-            text = f"{name}: {', '.join(ran)}"
+            text = f"{kv_dtype}, {name}: {', '.join(ran)}"
             yield Fault(kind=Kind.MANY_PROGRAMS, text=text)
 
 

@@ -7,7 +7,8 @@ every row that no sequence holds.
 import dataclasses
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,19 +17,35 @@ from jax import numpy as jnp
 
 from jaxserve.kernels.paged_attention import Impl, paged_attention, triton
 from jaxserve.kernels.paged_attention.launch import Launch
+from jaxserve.kernels.pool import LARGEST, QuantizedPool
 from tests.oracle import oracle_attention
 
 # Largest error of a query over the largest |output| of its batch. float32: sums in another order.
 # bfloat16: inputs are exact in both, but the weights and the output are rounded to 8 bits, twice.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1.2e-2}
 
-IMPLS = (
-    "reference",
-    "xla",
-    "triton_interpret",
-    pytest.param("native", marks=pytest.mark.native),
-    pytest.param("triton", marks=pytest.mark.gpu),
-)
+# The same beside what was written into a pool of one byte, which is rounded in K and in V: to one
+# part in 254 of a head's largest number, or one in 32 of each number.
+LOSS = {"int8": 3e-2, "float8_e4m3fn": 2e-1}
+
+QUANTIZED = tuple(LARGEST)
+MARKS: Mapping[Impl, tuple[pytest.MarkDecorator, ...]] = {
+    "reference": (),
+    "xla": (),
+    "triton_interpret": (),
+    "triton": (pytest.mark.gpu,),
+    "native": (pytest.mark.native,),
+}
+IMPLS = [pytest.param(impl, marks=marks) for impl, marks in MARKS.items()]
+QUANTIZED_IMPLS = IMPLS[:-1]
+# Each implementation with a pool of the queries' own dtype (None), and of each that it can read.
+POOLS = [
+    pytest.param(impl, dtype, marks=marks, id=f"{impl}-{dtype}" if dtype else impl)
+    for dtype in (None, *QUANTIZED)
+    for impl, marks in MARKS.items()
+    if dtype is None or impl != "native"
+]
+on_every_pool = pytest.mark.parametrize(("impl", "kv_dtype"), POOLS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +69,45 @@ class Layout:
 
 @dataclasses.dataclass
 class Step:
-    """The kernel's inputs for some cases, and where each case's queries are."""
+    """The kernel's inputs for some cases, and where each case's queries are.
+
+    Attributes:
+      keys, values: what each case's part of the pool stands for.
+      written: each case's K and V before the pool's rounding.
+    """
 
     q_TNH: np.ndarray
-    kv_C2KRH: np.ndarray
+    kv_C2KRH: Any  # a pool of numpy's arrays
     page_table_XP: np.ndarray
     q_starts_X: np.ndarray
     q_lens_X: np.ndarray
     tokens: list[np.ndarray]
     keys: list[np.ndarray]
     values: list[np.ndarray]
+    written: list[tuple[np.ndarray, np.ndarray]]
+
+
+def stored(numbers: np.ndarray) -> np.ndarray:
+    """Returns numbers of one byte as a pool has them."""
+    return numbers if numbers.dtype == np.int8 else numbers.view(np.uint8)
+
+
+def empty_rows(shape: tuple[int, ...], dtype: str) -> Any:  # noqa: ANN401
+    """Returns a pool whose every number is NaN, or where there is none, large and of scale NaN."""
+    if dtype not in QUANTIZED:
+        return np.full(shape, np.nan, jnp.dtype(dtype))
+    number = 113 if dtype == "int8" else np.nan
+    return QuantizedPool(
+        bytes_C2KRH=stored(np.full(shape, number, jnp.dtype(dtype))),  # type: ignore[arg-type]
+        scales_C2KR=np.full(shape[:-1], np.nan, np.float32),  # type: ignore[arg-type]
+    )
+
+
+def round_heads(heads: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns numbers of one byte and a float32 scale for each head ``[..., H]``, by float64."""
+    scales = (np.abs(heads).max(-1) / LARGEST[dtype]).astype(np.float32)
+    numbers = np.clip(heads / scales[..., None], -LARGEST[dtype], LARGEST[dtype])
+    return (np.rint(numbers) if dtype == "int8" else numbers).astype(jnp.dtype(dtype)), scales
 
 
 def build_step(
@@ -72,8 +118,14 @@ def build_step(
     heads: tuple[int, int] = (4, 2),
     head_dim: int = 16,
     dtype: str = "float32",
+    kv_dtype: str | None = None,
     seed: int = 0,
 ) -> Step:
+    """
+    Args:
+      dtype: of the queries.
+      kv_dtype: of a pool of one byte; None is one of the queries' dtype.
+    """
     (N, K), H = heads, head_dim
     rng = np.random.default_rng(seed)
     num_single_rows, tile, num_pages = layout.num_single_rows, layout.tile, layout.num_pages
@@ -84,23 +136,36 @@ def build_step(
 
     step = Step(
         q_TNH=normal(T, N, H),
-        kv_C2KRH=np.full((num_pages, 2, K, page, H), np.nan, jnp.dtype(dtype)),
+        kv_C2KRH=empty_rows((num_pages, 2, K, page, H), kv_dtype or dtype),
         page_table_XP=rng.integers(0, num_pages, (X, layout.width)).astype(np.int32),
         q_starts_X=np.zeros(X, np.int32),
         q_lens_X=np.zeros(X, np.int32),
         tokens=[],
         keys=[],
         values=[],
+        written=[],
     )
     # The last page of the pool is used first: an index that wraps or clamps would find it.
     free = [num_pages - 1, *rng.permutation(np.arange(1, num_pages - 1))]
     single, row = iter(range(num_single_rows)), num_single_rows
     for case in cases:
         keys, values = normal(case.kv_len, K, H), normal(case.kv_len, K, H)
+        kv_S2KH, scales_S2K = np.stack([keys, values], axis=1), None
+        step.written.append((keys, values))
+        if kv_dtype is not None:
+            # Scales far apart: one in another's place is seen.
+            kv_S2KH = kv_S2KH * 2.0 ** rng.uniform(-2, 1, kv_S2KH.shape[:-1])[..., None]
+            step.written[-1] = (kv_S2KH[:, 0], kv_S2KH[:, 1])
+            kv_S2KH, scales_S2K = round_heads(kv_S2KH, kv_dtype)
+            keys, values = (kv_S2KH.astype(np.float64) * scales_S2K[..., None]).swapaxes(0, 1)
         pages = [int(free.pop(0)) for _ in range(-(-case.kv_len // page))]
         for position in range(case.kv_len):
             place = (pages[position // page], slice(None), slice(None), position % page)
-            step.kv_C2KRH[place] = np.stack([keys[position], values[position]])
+            if scales_S2K is None:
+                step.kv_C2KRH[place] = kv_S2KH[position]
+            else:
+                step.kv_C2KRH.bytes_C2KRH[place] = stored(kv_S2KH[position])
+                step.kv_C2KRH.scales_C2KR[place] = scales_S2K[position]
         start = case.kv_len - case.q_len
         if case.q_len == 1:
             rows, size, first = [next(single)], 1, None

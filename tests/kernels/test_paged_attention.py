@@ -15,12 +15,17 @@ from jaxserve.kernels.paged_attention import Impl
 from jaxserve.kernels.paged_attention.xla import BLOCK_TOKENS
 from tests.kernels.ragged import (
     IMPLS,
+    LOSS,
+    POOLS,
+    QUANTIZED,
+    QUANTIZED_IMPLS,
     TOLERANCE,
     Case,
     Layout,
     attend,
     build_step,
     largest_error,
+    on_every_pool,
 )
 
 BLOCK_EDGES = (1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 2 * BLOCK_TOKENS + 3)
@@ -29,9 +34,11 @@ EDGES = Layout(num_single_rows=6, num_tiles=48, tile=16, width=9, num_pages=110)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_every_query_and_key_length_around_a_block_is_right(impl: Impl, dtype: str) -> None:
-    step = build_step(AT_BLOCK_EDGES, EDGES, page=16, dtype=dtype)
+@on_every_pool
+def test_every_query_and_key_length_around_a_block_is_right(
+    impl: Impl, kv_dtype: str | None, dtype: str
+) -> None:
+    step = build_step(AT_BLOCK_EDGES, EDGES, page=16, dtype=dtype, kv_dtype=kv_dtype)
     out_TNH = attend(step, EDGES, impl=impl)
     assert out_TNH.dtype == jnp.dtype(dtype)
     assert largest_error(step, out_TNH) < TOLERANCE[dtype]
@@ -54,53 +61,63 @@ def test_every_pair_of_lengths_is_right_in_decode_and_prefill(impl: Impl, page: 
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 1), (9, 3)], ids=["N=K", "N=8K", "N=3K"])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_query_heads_share_their_kv_head(impl: Impl, heads: tuple[int, int]) -> None:
-    step = build_step([Case(1, 9), Case(5, 17), Case(8, 8)], PAIRS, page=4, heads=heads)
+@on_every_pool
+def test_query_heads_share_their_kv_head(
+    impl: Impl, kv_dtype: str | None, heads: tuple[int, int]
+) -> None:
+    step = build_step(
+        [Case(1, 9), Case(5, 17), Case(8, 8)], PAIRS, page=4, heads=heads, kv_dtype=kv_dtype
+    )
     assert largest_error(step, attend(step, PAIRS, impl=impl)) < 2e-6
 
 
 @pytest.mark.parametrize("window", [1, 7, BLOCK_TOKENS, 1000])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_window_hides_the_older_keys(impl: Impl, window: int) -> None:
+@on_every_pool
+def test_a_window_hides_the_older_keys(impl: Impl, kv_dtype: str | None, window: int) -> None:
     cases = [Case(1, 200), Case(1, 5), Case(40, 140), Case(9, 9)]
     layout = Layout(num_single_rows=3, num_tiles=5, tile=16, num_pages=30, width=13)
-    step = build_step(cases, layout, page=16)
+    step = build_step(cases, layout, page=16, kv_dtype=kv_dtype)
     out_TNH = attend(step, layout, impl=impl, window=window)
     assert largest_error(step, out_TNH, window=window) < TOLERANCE["float32"]
     if window < 200:  # the test can see a window that is one too wide
         assert largest_error(step, out_TNH, window=window + 1) > 1e-3
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_window_over_a_block_edge_is_whole_where_all_rows_are_long(impl: Impl) -> None:
+@on_every_pool
+def test_a_window_over_a_block_edge_is_whole_where_all_rows_are_long(
+    impl: Impl, kv_dtype: str | None
+) -> None:
     # No row needs the first blocks, so they may be skipped, but not the one the window begins in.
     layout = Layout(num_single_rows=3, num_tiles=5, tile=16, num_pages=30, width=13)
     window = BLOCK_TOKENS + 6
-    step = build_step([Case(1, 200), Case(16, 3 * BLOCK_TOKENS + 3)], layout, page=16)
+    step = build_step(
+        [Case(1, 200), Case(16, 3 * BLOCK_TOKENS + 3)], layout, page=16, kv_dtype=kv_dtype
+    )
     out_TNH = attend(step, layout, impl=impl, window=window)
     assert largest_error(step, out_TNH, window=window) < TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_soft_cap_bounds_the_scores(impl: Impl) -> None:
-    step = build_step([Case(1, 9), Case(5, 17), Case(8, 8)], PAIRS, page=4)
+@on_every_pool
+def test_a_soft_cap_bounds_the_scores(impl: Impl, kv_dtype: str | None) -> None:
+    step = build_step([Case(1, 9), Case(5, 17), Case(8, 8)], PAIRS, page=4, kv_dtype=kv_dtype)
     out_TNH = attend(step, PAIRS, impl=impl, soft_cap=0.5)
     assert largest_error(step, out_TNH, soft_cap=0.5) < TOLERANCE["float32"]
     assert largest_error(step, out_TNH) > 1e-3
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_full_page_table_is_read_to_its_end(impl: Impl) -> None:
+@on_every_pool
+def test_a_full_page_table_is_read_to_its_end(impl: Impl, kv_dtype: str | None) -> None:
     # 23 pages of 4 are no whole number of blocks: the last one must not shift back.
-    step = build_step([Case(1, 92), Case(17, 92)], PAIRS, page=4)
+    step = build_step([Case(1, 92), Case(17, 92)], PAIRS, page=4, kv_dtype=kv_dtype)
     assert largest_error(step, attend(step, PAIRS, impl=impl)) < 2e-6
 
 
 @pytest.mark.parametrize("garbage", [-1, 2**30], ids=["minus one", "huge"])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_what_padding_rows_hold_changes_no_bit_of_the_others(impl: Impl, garbage: int) -> None:
-    step = build_step([Case(1, 9), Case(5, 17)], PAIRS, page=4)
+@on_every_pool
+def test_what_padding_rows_hold_changes_no_bit_of_the_others(
+    impl: Impl, kv_dtype: str | None, garbage: int
+) -> None:
+    step = build_step([Case(1, 9), Case(5, 17)], PAIRS, page=4, kv_dtype=kv_dtype)
     wanted_TNH = attend(step, PAIRS, impl=impl)
     is_padding_X = step.q_lens_X == 0
     step.q_starts_X[is_padding_X] = garbage
@@ -113,19 +130,23 @@ def test_what_padding_rows_hold_changes_no_bit_of_the_others(impl: Impl, garbage
     np.testing.assert_array_equal(out_TNH, wanted_TNH)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_step_of_padding_alone_gives_zeros(impl: Impl) -> None:
-    step = build_step([Case(1, 9)], PAIRS, page=4)
+@on_every_pool
+def test_a_step_of_padding_alone_gives_zeros(impl: Impl, kv_dtype: str | None) -> None:
+    step = build_step([Case(1, 9)], PAIRS, page=4, kv_dtype=kv_dtype)
     step.q_lens_X[:] = 0
     out_TNH = attend(step, PAIRS, impl=impl)
     np.testing.assert_array_equal(out_TNH, np.zeros_like(out_TNH))
 
 
-@pytest.mark.parametrize("impl", IMPLS[1:])
-def test_a_row_is_the_same_bit_for_bit_beside_a_much_longer_one(impl: Impl) -> None:
+@pytest.mark.parametrize(
+    ("impl", "kv_dtype"), [pool for pool in POOLS if pool.values[0] != "reference"]
+)
+def test_a_row_is_the_same_bit_for_bit_beside_a_much_longer_one(
+    impl: Impl, kv_dtype: str | None
+) -> None:
     short, long = Case(1, 9), Case(1, 90)
-    alone = build_step([short], PAIRS, page=4)
-    both = build_step([short, long], PAIRS, page=4)
+    alone = build_step([short], PAIRS, page=4, kv_dtype=kv_dtype)
+    both = build_step([short, long], PAIRS, page=4, kv_dtype=kv_dtype)
     out_alone, out_both = (attend(step, PAIRS, impl=impl) for step in (alone, both))
     np.testing.assert_array_equal(out_alone[0], out_both[0])
 
@@ -174,6 +195,33 @@ def test_subnormal_numbers_are_the_same_on_every_thread() -> None:
     for _ in range(10):  # a thread that sleeps takes no part
         out_TNH = attend(step, layout, impl="native")
         np.testing.assert_array_equal(out_TNH, np.broadcast_to(out_TNH[:1], out_TNH.shape))
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED)
+@pytest.mark.parametrize("impl", QUANTIZED_IMPLS)
+def test_a_pool_of_one_byte_is_near_what_was_written(impl: Impl, kv_dtype: str) -> None:
+    step = build_step(AT_BLOCK_EDGES, EDGES, page=16, dtype="bfloat16", kv_dtype=kv_dtype)
+    out_TNH = attend(step, EDGES, impl=impl)
+    assert largest_error(step, out_TNH) < TOLERANCE["bfloat16"]
+    step.keys, step.values = map(list, zip(*step.written, strict=True))
+    assert TOLERANCE["float32"] < largest_error(step, out_TNH) < LOSS[kv_dtype]
+
+
+def test_a_pool_of_one_byte_and_scales_go_together() -> None:
+    step = build_step([Case(1, 9)], PAIRS, page=4, kv_dtype="int8")
+    pool = step.kv_C2KRH
+    step.kv_C2KRH = pool.bytes_C2KRH
+    with pytest.raises(ShapeError, match=r"is int8: .* come with scales as a QuantizedPool"):
+        attend(step, PAIRS, impl="xla")
+    step.kv_C2KRH = pool.replace(scales_C2KR=pool.scales_C2KR[:, :, :, :3])
+    with pytest.raises(ShapeError, match="scales_C2KR: R is 3 in"):
+        attend(step, PAIRS, impl="xla")
+    step.kv_C2KRH = pool.replace(bytes_C2KRH=pool.bytes_C2KRH.astype(np.float32))
+    with pytest.raises(ShapeError, match=r"is float32: .* and nothing else does"):
+        attend(step, PAIRS, impl="xla")
+    step.kv_C2KRH = pool
+    with pytest.raises(ShapeError, match="native: the KV pool is int8, and it reads float32 and"):
+        attend(step, PAIRS, impl="native")
 
 
 def test_wrong_layouts_are_refused_by_name() -> None:

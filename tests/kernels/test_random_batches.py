@@ -8,7 +8,7 @@ import pytest
 from jaxserve.kernels.paged_attention import Impl
 from jaxserve.kernels.paged_attention.launch import Launch
 from tests.kernels.ragged import (
-    IMPLS,
+    MARKS,
     TOLERANCE,
     Layout,
     attend,
@@ -35,6 +35,7 @@ class Shape:
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 16
     dtype: str = "float32"
+    kv_dtype: str | None = None
     window: int | None = None
     soft_cap: float | None = None
     layout: Layout = LAYOUT
@@ -59,7 +60,28 @@ SHAPES = {
         layout=dataclasses.replace(LAYOUT, width=23, num_pages=90),
         launch=dataclasses.replace(LAUNCH, block_tokens=16),
     ),
+    "int8": Shape(page=16, kv_dtype="int8", dtype="bfloat16", head_dim=64),
+    "int8, a window and a cap": Shape(
+        page=32, kv_dtype="int8", window=37, soft_cap=2.0, heads=(7, 1), head_dim=96
+    ),
+    "float8": Shape(
+        page=128, kv_dtype="float8_e4m3fn", dtype="bfloat16", head_dim=128, heads=(8, 2)
+    ),
+    "float8, fixed splits": Shape(
+        page=64,
+        kv_dtype="float8_e4m3fn",
+        launch=dataclasses.replace(LAUNCH, rows=32, num_splits=5, split_len=32),
+    ),
 }
+on_every_shape = pytest.mark.parametrize(
+    ("impl", "name"),
+    [
+        pytest.param(impl, name, marks=marks)
+        for name, shape in SHAPES.items()
+        for impl, marks in MARKS.items()
+        if shape.kv_dtype is None or impl != "native"
+    ],
+)
 
 
 def check_batches(shape: Shape, impl: Impl, seeds: range) -> None:
@@ -72,6 +94,7 @@ def check_batches(shape: Shape, impl: Impl, seeds: range) -> None:
             heads=shape.heads,
             head_dim=shape.head_dim,
             dtype=shape.dtype,
+            kv_dtype=shape.kv_dtype,
             seed=seed,
         )
         if impl == "triton_interpret":
@@ -86,14 +109,12 @@ def check_batches(shape: Shape, impl: Impl, seeds: range) -> None:
         assert error < TOLERANCE[shape.dtype], (seed, cases)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("impl", IMPLS)
+@on_every_shape
 def test_a_few_random_batches_are_right(impl: Impl, name: str) -> None:
     check_batches(SHAPES[name], impl, range(FEW))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("impl", IMPLS)
+@on_every_shape
 def test_many_random_batches_are_right(impl: Impl, name: str) -> None:
     check_batches(SHAPES[name], impl, range(FEW, FEW + MANY))

@@ -4,6 +4,7 @@ What it computes is tested with all implementations.
 """
 
 import dataclasses
+import itertools
 import types
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from jaxserve.kernels.paged_attention.launch import (
     find_launch,
 )
 from tests.kernels.ragged import (
+    QUANTIZED,
     TOLERANCE,
     Case,
     Layout,
@@ -59,8 +61,10 @@ def test_any_number_of_splits_gives_the_same_sums(num_splits: int, window: int |
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_a_head_of_any_size_is_padded_inside_the_kernel(head_dim: int) -> None:
-    for dtype in ("float32", "bfloat16"):
-        step = build_step(CASES[1:5], LAYOUT, page=PAGE, head_dim=head_dim, dtype=dtype)
+    for dtype, kv_dtype in itertools.product(("float32", "bfloat16"), (None, *QUANTIZED)):
+        step = build_step(
+            CASES[1:5], LAYOUT, page=PAGE, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype
+        )
         out_TNH = attend_launched(step, LAYOUT, dataclasses.replace(LAUNCH, num_splits=2))
         assert largest_error(step, out_TNH) < TOLERANCE[dtype]
 
@@ -189,6 +193,17 @@ def slipped_kernel(old: str, new: str) -> types.ModuleType:
     return module
 
 
+SCALE_SLIPS = {
+    "K without its scale": ("load_scales(0)[None, :]", "1.0"),
+    "V without its scale": ("load_scales(1)[None, :]", "1.0"),
+    "K's scale on V": ("load_scales(1)", "load_scales(0)"),
+    "V's scale in the total": ("shrink_M + block_total_M", "shrink_M + weight_MS.sum(1)"),
+    "the scale of the row after": ("which, k, key_S % R)", "which, k, (key_S + 1) % R)"),
+    "the scale of another head": ("which, k, key_S % R)", "which, 0, key_S % R)"),
+    "scales that nobody wrote": ("mask=is_held_S, other=0.0)", "mask=key_S >= 0, other=0.0)"),
+}
+
+
 def error_of(step: Step, kernel: types.ModuleType, *, window: int | None) -> float:
     launch = dataclasses.replace(LAUNCH, num_splits=3)
     out_TNH = attend_launched(step, LAYOUT, launch, kernel=kernel.attend, window=window)
@@ -204,3 +219,10 @@ def test_a_slip_in_the_kernel_is_seen(name: str) -> None:
     step = build_step(CASES, LAYOUT, page=PAGE, head_dim=12)
     assert error_of(step, triton, window=window) < TOLERANCE["float32"]
     assert not error_of(step, slipped_kernel(*SLIPS[name]), window=window) < 1e-3
+
+
+@pytest.mark.parametrize("name", SCALE_SLIPS)
+def test_a_slip_with_the_scales_is_seen(name: str) -> None:
+    step = build_step(CASES, LAYOUT, page=PAGE, kv_dtype="int8")
+    assert error_of(step, triton, window=None) < TOLERANCE["float32"]
+    assert not error_of(step, slipped_kernel(*SCALE_SLIPS[name]), window=None) < 1e-3

@@ -164,6 +164,7 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "overlapped_steps": ("script", {"": 15 - 3}),
     "overlap_waits": ("script", {"pages": 2}),  # before launches 7 and 14
     "batch_invariant_steps": ("device", {}),  # off; tests/test_mechanisms.py
+    "quantized_kv_tokens": ("device", {}),  # off; tests/test_mechanisms.py
     "bucketed_steps": ("device", {"": 2}),
     "program_graphs": ("device", {}),  # of a GPU: tests/runner/test_capture.py
     "program_operations": ("device", {}),

@@ -12,6 +12,7 @@ from jaxserve.kernels.choice import Kernels
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.params import Params
 from jaxserve.model.transformer import TokenBatch, forward, logits
+from tests.kernels.ragged import empty_rows
 
 # T1: an odd vocabulary, head_dim * heads that is not the hidden size, N = 4K, an untied head.
 T1 = ModelConfig(
@@ -64,7 +65,8 @@ class PagedModel:
     ) -> None:
         self.params, self.config, self.kernels = params, config, kernels
         shape = (NUM_PAGES, 2, config.num_kv_heads, PAGE, config.head_dim)
-        self.kv = tuple(jnp.full(shape, jnp.nan, kv_dtype) for _ in range(config.num_layers))
+        pool = jax.tree.map(jnp.asarray, empty_rows(shape, kv_dtype))
+        self.kv = tuple(jax.tree.map(jnp.copy, pool) for _ in range(config.num_layers))
 
     def run(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
         """Returns the logits of each piece's tokens; one-token pieces must come first."""

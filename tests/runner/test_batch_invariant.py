@@ -35,20 +35,27 @@ MATE_SAMPLING = (
     SamplingParams(temperature=1.1, seed=9, top_p=0.9, top_k=20, repetition_penalty=1.3),
 )
 KINDS = [
-    pytest.param(("xla", "xla", "float32"), id="xla-float32"),
-    pytest.param(("xla", "xla", "bfloat16"), id="xla-bfloat16"),
-    pytest.param(("reference", "xla", "float32"), id="reference-float32"),
-    pytest.param(("triton", "xla", "float32"), id="triton-float32"),
-    pytest.param(("native", "xla", "float32"), id="native-float32", marks=pytest.mark.native),
-    pytest.param(("native", "native", "bfloat16"), id="native-bfloat16", marks=pytest.mark.native),
+    pytest.param(("xla", "xla", "float32", "auto"), id="xla-float32"),
+    pytest.param(("xla", "xla", "bfloat16", "auto"), id="xla-bfloat16"),
+    pytest.param(("xla", "xla", "float32", "int8"), id="xla-float32-int8"),
+    pytest.param(("xla", "xla", "bfloat16", "float8_e4m3fn"), id="xla-bfloat16-float8"),
+    pytest.param(("reference", "xla", "float32", "auto"), id="reference-float32"),
+    pytest.param(("triton", "xla", "float32", "auto"), id="triton-float32"),
+    pytest.param(("triton", "xla", "bfloat16", "int8"), id="triton-bfloat16-int8"),
+    pytest.param(
+        ("native", "xla", "float32", "auto"), id="native-float32", marks=pytest.mark.native
+    ),
+    pytest.param(
+        ("native", "native", "bfloat16", "auto"), id="native-bfloat16", marks=pytest.mark.native
+    ),
 ]
 
 head_logits = jax.jit(logits, static_argnames=("config", "matmul"))
 
 
-def config_of(attention: str, matmul: str, dtype: str) -> Config:
+def config_of(attention: str, matmul: str, dtype: str, kv_dtype: str = "auto") -> Config:
     values = CONFIG.model_dump()
-    values["model"]["dtype"] = dtype
+    values["model"]["dtype"], values["kv"]["dtype"] = dtype, kv_dtype
     values["runner"] |= {"attention": attention, "matmul": matmul, "batch_invariant": True}
     return Config.model_validate(values)
 

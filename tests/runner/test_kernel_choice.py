@@ -12,7 +12,7 @@ from jaxserve.model.config import ModelConfig
 from jaxserve.runner import kernel_choice
 from jaxserve.runner.kernel_choice import choose_kernels
 from jaxserve.runner.native_build import NativeUnavailableError
-from jaxserve.runner.spec import DtypeName
+from jaxserve.runner.spec import DtypeName, KvDtypeName
 from tests.runner.driver import MODEL as ODD_MODEL
 
 MODEL = dataclasses.replace(
@@ -33,7 +33,7 @@ def choose(
     model: ModelConfig = MODEL,
     *,
     dtype: DtypeName = "bfloat16",
-    kv_dtype: DtypeName = "bfloat16",
+    kv_dtype: KvDtypeName = "bfloat16",
     platform: str = "cpu",
     attention: str = "auto",
     matmul: str = "auto",
@@ -97,6 +97,20 @@ def test_attention_of_an_odd_head_is_xla_and_says_why(
         choose(model, attention="native")
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_attention_of_a_pool_of_one_byte_is_xla_and_says_why(
+    kv_dtype: KvDtypeName, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert choose(kv_dtype=kv_dtype) == Kernels(attention="xla", matmul="native")
+    reason = f"the KV pool is {kv_dtype}, and it reads float32 and bfloat16"
+    assert f"kernels attention is xla reason={reason}" in caplog.text
+    with pytest.raises(ConfigError, match=f"runner.attention is native, but {reason}"):
+        choose(kv_dtype=kv_dtype, attention="native")
+    triton = choose(kv_dtype=kv_dtype, platform="gpu", attention="triton")
+    assert triton == Kernels(attention="triton")
+
+
 def test_on_a_gpu_nothing_native_is_built_nor_asked_for_in_silence(
     loads: list[object], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -127,9 +141,10 @@ def test_without_a_compiler_auto_is_xla_and_native_is_refused(
 def test_mosaic_is_taken_where_its_kernel_is_written_for_the_model() -> None:
     model = dataclasses.replace(MODEL, head_dim=64)
     assert choose(model, platform="gpu", attention="mosaic") == Kernels(attention="mosaic")
-    refused: list[tuple[int, DtypeName, DtypeName, str]] = [
+    refused: list[tuple[int, DtypeName, KvDtypeName, str]] = [
         (16, "bfloat16", "bfloat16", "head_dim is 16, and it is written for 64, 96, 128, 256"),
         (64, "float32", "float32", "the KV pool is float32"),
+        (64, "bfloat16", "int8", "the KV pool is int8, and its products take bfloat16 alone"),
         (256, "float32", "bfloat16", "queries are float32 and head_dim is 256"),
     ]
     for head_dim, dtype, kv_dtype, reason in refused:

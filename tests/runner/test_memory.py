@@ -1,15 +1,22 @@
 """What fits: dtypes, pool, context."""
 
+import dataclasses
+import functools
+import re
+
 import jax
 import pytest
 
 from jaxserve.config import GIB, Config
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.kernels.choice import Kernels
+from jaxserve.kernels.paged_attention import Impl
+from jaxserve.kernels.pool import empty_pool
 from jaxserve.metrics import Metrics
 from jaxserve.model.params import num_param_bytes
 from jaxserve.runner import memory, sizing
 from jaxserve.runner.programs import ProgramKey, Programs
+from jaxserve.runner.spec import KvDtypeName, bytes_of_page
 from tests.runner.driver import CONFIG, MODEL
 
 
@@ -42,6 +49,29 @@ def test_a_given_dtype_holds_everywhere() -> None:
     for platform in ("cpu", "gpu"):
         got = memory.choose_dtypes(config, platform=platform, cpu_flags=frozenset())
         assert got == ("float32", "bfloat16")
+
+
+def test_a_quantized_pool_is_the_configurations_alone() -> None:
+    for kv_dtype in ("int8", "float8_e4m3fn"):
+        config = _config(model={"dtype": "bfloat16"}, kv={"dtype": kv_dtype})
+        got = memory.choose_dtypes(config, platform="gpu", cpu_flags=frozenset())
+        assert got == ("bfloat16", kv_dtype)
+
+
+def test_a_page_of_one_byte_counts_its_scales_and_is_about_half_as_large() -> None:
+    model = dataclasses.replace(MODEL, head_dim=64)
+
+    def bytes_of(kv_dtype: KvDtypeName) -> int:
+        return bytes_of_page(model, page_size=16, kv_dtype=kv_dtype)
+
+    num_heads = 2 * 2 * 2 * 16  # layers, K and V, heads, rows
+    assert bytes_of("bfloat16") == num_heads * 64 * 2
+    assert bytes_of("int8") == bytes_of("float8_e4m3fn") == num_heads * (64 + 4)
+    dtypes: tuple[KvDtypeName, ...] = ("float32", "bfloat16", "int8", "float8_e4m3fn")
+    for kv_dtype in dtypes:
+        arrays = jax.eval_shape(functools.partial(empty_pool, (7, 2, 2, 16, 64), kv_dtype))
+        total = sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(arrays))
+        assert bytes_of(kv_dtype) == total * 2 // 7
 
 
 def test_pages_win_over_bytes_and_bytes_over_the_device() -> None:
@@ -77,6 +107,38 @@ def test_a_pool_beyond_the_memory_is_refused_before_anything_is_compiled() -> No
                 programs=Programs(Metrics()),
                 compile_keys=compile_nothing,
             )
+
+
+def size_of(num_pages: int, *, attention: Impl, kv_dtype: KvDtypeName) -> int:
+    kv = CONFIG.kv.model_copy(update={"num_pages": num_pages, "dtype": kv_dtype})
+    sizes = sizing.size_runner(
+        MODEL,
+        CONFIG.model_copy(update={"kv": kv}),
+        dtypes=("float32", kv_dtype),
+        kernels=Kernels(attention=attention),
+        programs=Programs(Metrics()),
+        compile_keys=lambda keys: None,
+    )
+    return sizes.spec.num_pages
+
+
+def test_a_pool_that_triton_would_read_at_wrong_places_is_refused_by_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sizing, "read_memory_bytes", lambda stats: 1 << 40)
+    page_bytes = 2 * 2 * 4 * 8  # K and V, heads, rows, head size: of one layer, without scales
+    wrong = 2**31 // page_bytes
+    for attention in ("triton", "triton_interpret"):
+        with pytest.raises(CapacityError, match="reads those of 2 to 4 GiB at wrong") as caught:
+            size_of(wrong, attention=attention, kv_dtype="int8")
+        told = re.search(r"kv.pool_bytes to at most (\d+)", str(caught.value))
+        assert told is not None
+        most = int(told[1])
+        for num_pages in (most // (2 * page_bytes * 12 // 8), 2**32 // page_bytes + 1):
+            assert size_of(num_pages, attention=attention, kv_dtype="int8") == num_pages
+        assert most // (2 * page_bytes * 12 // 8) == wrong - 1
+    assert size_of(wrong, attention="xla", kv_dtype="int8") == wrong
+    assert size_of(wrong, attention="triton", kv_dtype="bfloat16") == wrong
 
 
 def test_the_memory_is_the_devices_or_else_the_machines() -> None:

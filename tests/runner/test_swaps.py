@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jaxserve.runner.batch import SWAP_WIDTH
 from jaxserve.runner.buckets import Reach
 from jaxserve.runner.host_store import HostStore
 from jaxserve.runner.runner import Runner
+from jaxserve.runner.spec import KvDtypeName
 from tests.runner.driver import (
     CONFIG,
     MODEL,
@@ -33,7 +34,7 @@ PAGE_BYTES = 2 * 2 * 2 * PAGE_SIZE * 8 * 4  # layers, K and V, heads, rows, head
 NUM_HOST_PAGES = 40
 
 
-def build(dtype: Literal["float32", "bfloat16"] = "float32", **tier: object) -> Runner:
+def build(dtype: KvDtypeName = "float32", **tier: object) -> Runner:
     values = CONFIG.model_dump()
     values["kv"]["dtype"] = dtype
     values["scheduler"]["max_seqs"] = 2
@@ -51,17 +52,20 @@ def runner() -> Runner:
 def fill(runner: Runner, seed: int = 0) -> None:
     """Gives every number of the pool a value of its own."""
     rng = np.random.default_rng(seed)
-    kv = (rng.normal(size=pool.shape).astype(pool.dtype) for pool in runner._kv)
-    runner._kv = tuple(jax.device_put(pool) for pool in kv)
+    runner._kv = jax.tree.map(
+        lambda pool: jax.device_put(np.abs(30 * rng.normal(size=pool.shape)).astype(pool.dtype)),
+        runner._kv,
+    )
 
 
 def read_pages(runner: Runner, pages: Sequence[int]) -> bytes:
-    return b"".join(np.asarray(pool)[list(pages)].tobytes() for pool in runner._kv)
+    pools = jax.tree.leaves(runner._kv)
+    return b"".join(np.asarray(pool)[list(pages)].tobytes() for pool in pools)
 
 
-def page_of(runner: Runner, number: float) -> list[np.ndarray]:
-    """Returns one page, layer by layer."""
-    return [np.full((1, *pool.shape[1:]), number, pool.dtype) for pool in runner._kv]
+def page_of(runner: Runner, number: float) -> Any:  # noqa: ANN401
+    """Returns one page, layer by layer, in numpy's arrays."""
+    return jax.tree.map(lambda pool: np.full((1, *pool.shape[1:]), number, pool.dtype), runner._kv)
 
 
 def outs(pages: Sequence[int], host_pages: Sequence[int]) -> tuple[PageOut, ...]:
@@ -74,8 +78,8 @@ def ins(host_pages: Sequence[int], pages: Sequence[int]) -> tuple[PageIn, ...]:
     return tuple(PageIn(host_page=host_page, page=page) for host_page, page in pairs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_pages_come_back_as_they_went(dtype: Literal["float32", "bfloat16"]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+def test_pages_come_back_as_they_went(dtype: KvDtypeName) -> None:
     runner = build(dtype)
     metrics, page_bytes = runner._metrics, runner.spec.page_bytes
     for number, count in enumerate((1, SWAP_WIDTH, 2 * SWAP_WIDTH + 5)):
@@ -157,13 +161,16 @@ def test_a_sequence_goes_on_from_pages_that_came_back(runner: Runner) -> None:
     assert again.output == oracle_tokens(tiny_params(), prompt, 1)
 
 
-def test_a_damaged_page_and_one_never_stored_are_told(runner: Runner) -> None:
+@pytest.mark.parametrize("place", [0, -1], ids=["the first byte", "the last"])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_damaged_page_and_one_never_stored_are_told(dtype: KvDtypeName, place: int) -> None:
+    runner = build(dtype)
     store = HostStore(4, runner.spec)
     assert not store.is_intact(0)
     page = page_of(runner, 1.0)
     store.store([2], page)
     assert store.is_intact(2)
-    store._bytes[2, -1, -1] ^= 1
+    store._bytes[2, place, place] ^= 1
     assert not store.is_intact(2)
     store.store([2], page)
     assert store.is_intact(2)
@@ -175,19 +182,23 @@ def test_what_is_read_is_a_copy(runner: Runner) -> None:
     store.store([1], page)
     read = store.read([1])
     store.store([1], page_of(runner, 2.0))
-    for layer, kept in zip(read, page, strict=True):
-        assert layer[0].tobytes() == kept[0].tobytes()
-        assert not layer[1:].any()
+    for array, kept in zip(jax.tree.leaves(read), jax.tree.leaves(page), strict=True):
+        assert array[0].tobytes() == kept[0].tobytes()
+        assert not array[1:].any()
 
 
-def test_both_programs_use_the_pool_in_place(runner: Runner) -> None:
-    pool_bytes = sum(pool.nbytes for pool in runner._kv)
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_both_programs_use_the_pool_in_place(dtype: KvDtypeName) -> None:
+    runner = build(dtype)
+    page_bytes = runner.spec.page_bytes
+    pool_bytes = sum(pool.nbytes for pool in jax.tree.leaves(runner._kv))
+    assert pool_bytes == NUM_PAGES * page_bytes
     out, into = runner._run["page_out", None], runner._run["page_in", None]
     for program, alias in ((out, 0), (into, pool_bytes)):
         memory = program.memory_analysis()
         assert memory is not None
         assert memory.alias_size_in_bytes == alias
-        assert memory.temp_size_in_bytes <= 2 * SWAP_WIDTH * PAGE_BYTES
+        assert memory.temp_size_in_bytes <= 2 * SWAP_WIDTH * page_bytes
 
 
 def test_what_a_copy_costs_is_measured_and_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ from jax import numpy as jnp
 
 from jaxserve.errors import ShapeError
 from jaxserve.kernels.paged_attention import native, reference, xla
+from jaxserve.kernels.pool import LARGEST, Pool, QuantizedPool
 from jaxserve.shapes import check_shapes
 
 # "triton" and "mosaic" need a CUDA GPU; with "_interpret" their kernels are simulated, slowly.
@@ -22,7 +23,7 @@ class Attend(Protocol):
     def __call__(
         self,
         q_XQNH: jax.Array,
-        kv_C2KRH: jax.Array,
+        kv_C2KRH: Pool,
         page_table_XP: jax.Array,
         q_starts_X: jax.Array,
         q_lens_X: jax.Array,
@@ -35,7 +36,7 @@ class Attend(Protocol):
 
 def paged_attention(
     q_TNH: jax.Array,
-    kv_C2KRH: jax.Array,
+    kv_C2KRH: Pool,
     page_table_XP: jax.Array,
     q_starts_X: jax.Array,
     q_lens_X: jax.Array,
@@ -62,7 +63,8 @@ def paged_attention(
 
     Args:
       kv_C2KRH: the pool; K at [:, 0], V at [:, 1]. Never read past a row's last query, so what
-        stands there (NaN too) changes nothing.
+        stands there (NaN too) changes nothing. Of one byte: K's scales are multiplied with the
+        scores, V's with the weights; no block of either is scaled.
       page_table_XP: int32; page p of row x holds its positions [p * R, (p + 1) * R). Entries past
         the row's last page may hold anything.
       q_starts_X: int32, position of the row's first query; anything in padding rows.
@@ -84,6 +86,7 @@ def paged_attention(
         q_starts_X=q_starts_X,
         q_lens_X=q_lens_X,
     )
+    _check_scales(kv_C2KRH)
     num_tiles = sizes["X"] - num_single_rows
     if num_tiles < 0 or sizes["T"] != num_single_rows + num_tiles * tile:
         raise ShapeError(
@@ -120,6 +123,16 @@ def paged_attention(
         )
         parts.append(out_XQNH.reshape(num_tiles * tile, N, H))
     return jnp.concatenate(parts)
+
+
+def _check_scales(kv_C2KRH: Pool) -> None:
+    if isinstance(kv_C2KRH, QuantizedPool):
+        check_shapes(kv_C2KRH=kv_C2KRH, scales_C2KR=kv_C2KRH.scales_C2KR)
+    if isinstance(kv_C2KRH, QuantizedPool) != (kv_C2KRH.dtype.name in LARGEST):
+        raise ShapeError(
+            f"kv_C2KRH is {kv_C2KRH.dtype}: {' and '.join(LARGEST)} come with scales as a "
+            "QuantizedPool, and nothing else does"
+        )
 
 
 def _attend_of(impl: Impl, split_len: int | None) -> Attend:

@@ -17,6 +17,9 @@ SPLIT_LEN = 512  # tokens; a whole number of every launch's blocks
 # CUDA's limit on the second and third axis of a grid; the first may have 2**31 - 1.
 MAX_GRID = 65535
 
+# Bytes of a layer's pool of one-byte elements from which on the Triton backend reads it wrongly.
+MAX_BYTE_POOL = 2**31
+
 # Rows of a program's product, (query, head) pairs of one KV head: what tensor cores take at least,
 # and where Hopper's own wide form begins.
 MIN_ROWS, MAX_ROWS = 16, 64
@@ -158,11 +161,9 @@ def power_of_two(size: int) -> int:
 def check_launch(launch: Launch, kv_C2KRH: HasDtype) -> None:
     """Refuses what the Triton backend would run wrongly, or not at all.
 
-    It counts elements with 32-bit integers wherever an array has at most 2**32 bytes. Of one-byte
-    elements 2**31 or more fit in there, and their offsets would turn negative.
-
     Raises:
-      ShapeError: a grid over CUDA's limit, such a pool, or a split that is no whole block.
+      ShapeError: a grid over CUDA's limit, a split that is no whole block, or see
+        `find_pool_problem`.
     """
     num_kv_heads = kv_C2KRH.shape[2]
     if num_kv_heads > MAX_GRID or launch.num_splits > MAX_GRID:
@@ -175,9 +176,20 @@ def check_launch(launch: Launch, kv_C2KRH: HasDtype) -> None:
             f"a split of {launch.split_len} tokens is no whole number of blocks of "
             f"{launch.block_tokens}"
         )
+    if problem := find_pool_problem(kv_C2KRH):
+        raise ShapeError(f"{problem}: make it smaller, or larger")
+
+
+def find_pool_problem(kv_C2KRH: HasDtype) -> str | None:
+    """Returns why the Triton backend would read a layer's pool at wrong places.
+
+    It counts elements with signed 32-bit integers wherever an array has at most 2**32 bytes. Of
+    one-byte elements 2**31 or more fit in there, and their offsets would turn negative.
+    """
     num_bytes = math.prod(kv_C2KRH.shape) * kv_C2KRH.dtype.itemsize
-    if kv_C2KRH.dtype.itemsize == 1 and 2**31 <= num_bytes <= 2**32:
-        raise ShapeError(
+    if kv_C2KRH.dtype.itemsize == 1 and MAX_BYTE_POOL <= num_bytes <= 2**32:
+        return (
             f"a pool of one-byte elements has {num_bytes} bytes in one layer; the Triton backend "
-            "reads those of 2 to 4 GiB at wrong places: make it smaller, or larger"
+            "reads those of 2 to 4 GiB at wrong places"
         )
+    return None

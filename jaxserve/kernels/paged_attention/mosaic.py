@@ -29,6 +29,7 @@ from jaxserve.kernels.paged_attention.mosaic_tiles import (
 )
 from jaxserve.kernels.paged_attention.splits import combine_splits, share_of_blocks
 from jaxserve.kernels.paged_attention.xla import LOWEST
+from jaxserve.kernels.pool import Pool, split_pool
 
 # The softmax is computed in powers of two, which the hardware has an instruction for.
 LOG2_E = 1.4426950408889634
@@ -58,7 +59,7 @@ class _Call:
 
 def attend(
     q_XQNH: jax.Array,
-    kv_C2KRH: jax.Array,
+    kv_C2KRH: Pool,
     page_table_XP: jax.Array,
     q_starts_X: jax.Array,
     q_lens_X: jax.Array,
@@ -93,6 +94,7 @@ def attend(
         raise ShapeError(f"mosaic: {problem}")
     launch = launch or find_mosaic_launch(q_XQNH, kv_C2KRH, page_table_XP, split_len=split_len)
     check_launch(launch, kv_C2KRH)
+    stored_C2KRH, _ = split_pool(kv_C2KRH)  # bfloat16, which has no scales
     splits, num_pairs = launch.num_splits, N // K * Q
     num_rows = -(-num_pairs // TILE_ROWS) * TILE_ROWS
     call = _Call(
@@ -126,7 +128,7 @@ def attend(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if interpret is True else interpret or None,
         kernel_name=f"paged_attention_{'decode' if Q == 1 else 'chunk'}",
-    )(q_AMH, kv_C2KRH.reshape(C * 2 * K, R, H), page_table_XP, q_starts_X, q_lens_X)
+    )(q_AMH, stored_C2KRH.reshape(C * 2 * K, R, H), page_table_XP, q_starts_X, q_lens_X)
     out_AMH, log_total_AM = outputs
     out_XKZQGH = out_AMH[:, :num_pairs].reshape(X, K, splits, Q, N // K, H)
     part_XZQNH = out_XKZQGH.transpose(0, 2, 3, 1, 4, 5).reshape(X, splits, Q, N, H)

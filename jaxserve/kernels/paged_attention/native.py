@@ -5,13 +5,16 @@ from typing import Final
 import jax
 import numpy as np
 
+from jaxserve.errors import ShapeError
+from jaxserve.kernels.pool import LARGEST, Pool, QuantizedPool
+
 HEAD_MULTIPLE: Final = 16
 MAX_HEAD_DIM: Final = 512
 
 
 def attend(
     q_XQNH: jax.Array,
-    kv_C2KRH: jax.Array,
+    kv_C2KRH: Pool,
     page_table_XP: jax.Array,
     q_starts_X: jax.Array,
     q_lens_X: jax.Array,
@@ -20,7 +23,15 @@ def attend(
     window: int | None,
     soft_cap: float | None,
 ) -> jax.Array:
-    """Returns ``out_XQNH`` in q's dtype. `load_native` comes first; H is a multiple of 16."""
+    """Returns ``out_XQNH`` in q's dtype. `load_native` comes first; H is a multiple of 16.
+
+    Raises:
+      ShapeError: see `find_attention_problem`.
+    """
+    problem = find_attention_problem(q_XQNH.shape[-1], kv_dtype=kv_C2KRH.dtype.name)
+    if problem:
+        raise ShapeError(f"native: {problem}")
+    assert not isinstance(kv_C2KRH, QuantizedPool), "of a dtype that is a problem"
     call = jax.ffi.ffi_call(
         "jaxserve_paged_attention", jax.ShapeDtypeStruct(q_XQNH.shape, q_XQNH.dtype)
     )
@@ -37,8 +48,10 @@ def attend(
     return out_XQNH
 
 
-def find_attention_problem(head_dim: int) -> str | None:
+def find_attention_problem(head_dim: int, *, kv_dtype: str) -> str | None:
     """Returns why a model's attention cannot be computed so."""
+    if kv_dtype in LARGEST:
+        return f"the KV pool is {kv_dtype}, and it reads float32 and bfloat16"
     if head_dim % HEAD_MULTIPLE or head_dim > MAX_HEAD_DIM:
         return f"head_dim is {head_dim}, not a multiple of {HEAD_MULTIPLE} up to {MAX_HEAD_DIM}"
     return None

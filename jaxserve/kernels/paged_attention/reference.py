@@ -3,10 +3,12 @@
 import jax
 from jax import numpy as jnp
 
+from jaxserve.kernels.pool import Pool, as_numbers, split_pool
+
 
 def attend(
     q_XQNH: jax.Array,
-    kv_C2KRH: jax.Array,
+    kv_C2KRH: Pool,
     page_table_XP: jax.Array,
     q_starts_X: jax.Array,
     q_lens_X: jax.Array,
@@ -17,10 +19,14 @@ def attend(
 ) -> jax.Array:
     """Returns ``out_XQNH`` in q's dtype (Vaswani et al. 2017 §3.2.1, with grouped KV heads)."""
     X, Q, N, H = q_XQNH.shape
+    stored_C2KRH, scales_C2KR = split_pool(kv_C2KRH)
     K, R = kv_C2KRH.shape[2:4]
     P = page_table_XP.shape[1]
     S = P * R
-    kv_XP2KRH = kv_C2KRH.at[page_table_XP].get(mode="clip").astype(jnp.float32)
+    stored_XP2KRH = stored_C2KRH.at[page_table_XP].get(mode="clip")
+    kv_XP2KRH = as_numbers(stored_XP2KRH).astype(jnp.float32)
+    if scales_C2KR is not None:
+        kv_XP2KRH *= scales_C2KR.at[page_table_XP].get(mode="clip")[..., None]
     kv_2XKSH = kv_XP2KRH.transpose(2, 0, 3, 1, 4, 5).reshape(2, X, K, S, H)
 
     key_S = jnp.arange(S, dtype=jnp.int32)

@@ -17,6 +17,7 @@ from jaxserve.kernels.dot import dot, wider_dtype
 from jaxserve.kernels.paged_attention.launch import Launch, check_launch, find_launch, power_of_two
 from jaxserve.kernels.paged_attention.splits import combine_splits, share_of_blocks
 from jaxserve.kernels.paged_attention.xla import LOWEST, Carry
+from jaxserve.kernels.pool import Pool, as_numbers, split_pool
 
 # The softmax is computed in powers of two, which the hardware has an instruction for.
 LOG2_E = 1.4426950408889634
@@ -29,7 +30,7 @@ Ref = Any  # Pallas has no useful type for them
 
 def attend(
     q_XQNH: jax.Array,
-    kv_C2KRH: jax.Array,
+    kv_C2KRH: Pool,
     page_table_XP: jax.Array,
     q_starts_X: jax.Array,
     q_lens_X: jax.Array,
@@ -91,7 +92,7 @@ def attend(
 def _attend_program(
     # inputs
     q_ref: Ref,  # [X, Q, N, H]
-    kv_ref: Ref,  # [C, 2, K, R, H]
+    kv_ref: Ref,  # [C, 2, K, R, H]; of one byte with scales [C, 2, K, R]
     page_table_ref: Ref,  # [X, P]
     q_starts_ref: Ref,  # [X]
     q_lens_ref: Ref,  # [X]
@@ -105,7 +106,9 @@ def _attend_program(
     soft_cap: float | None,
 ) -> None:
     Q, N, H = q_ref.shape[1:]
-    K, R = kv_ref.shape[2:4]
+    refs: tuple[Ref, Ref] = split_pool(kv_ref)
+    stored_ref, scales_ref = refs
+    K, R = stored_ref.shape[2:4]
     G = N // K
     M, S, padded_H = launch.rows, launch.block_tokens, max(power_of_two(H), MIN_LANES)
     compute_dtype = wider_dtype(q_ref, kv_ref)
@@ -146,9 +149,18 @@ def _attend_program(
             place = _spread(
                 (S, padded_H), page_S[:, None], which, k, (key_S % R)[:, None], lane_H[None, :]
             )
-            return plt.load(kv_ref.at[place], mask=is_held_SH, other=0.0)
+            zero = jnp.zeros((), stored_ref.dtype)
+            stored_SH = plt.load(stored_ref.at[place], mask=is_held_SH, other=zero)
+            # bfloat16 has every number of one byte.
+            return stored_SH if scales_ref is None else as_numbers(stored_SH).astype(jnp.bfloat16)
+
+        def load_scales(which: int) -> jax.Array:
+            place = _spread((S,), page_S, which, k, key_S % R)
+            return plt.load(scales_ref.at[place], mask=is_held_S, other=0.0)
 
         score_MS = _dot("MH,SH->MS", q_MH, load(0))
+        if scales_ref is not None:
+            score_MS *= load_scales(0)[None, :]
         if soft_cap is None:
             score_MS *= scale * LOG2_E
         else:
@@ -161,10 +173,13 @@ def _attend_program(
         # The second select matters where nothing was seen yet: there exp2(LOWEST - LOWEST) is 1.
         weight_MS = jnp.where(is_seen_MS, jnp.exp2(score_MS - new_top_M[:, None]), 0.0)
         shrink_M = jnp.exp2(top_M - new_top_M)
+        block_total_M = weight_MS.sum(1)
+        if scales_ref is not None:
+            weight_MS *= load_scales(1)[None, :]
         block_MH = _dot("MS,SH->MH", weight_MS.astype(compute_dtype), load(1))
         return (
             new_top_M,
-            total_M * shrink_M + weight_MS.sum(1),
+            total_M * shrink_M + block_total_M,
             sum_MH * shrink_M[:, None] + block_MH,
         )
 

@@ -6,6 +6,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from jaxserve.kernels.dot import dot, wider_dtype
+from jaxserve.kernels.pool import Pool, as_numbers, split_pool
 
 # Tokens of one block, for pages that are not larger. Measured on two Zen 4 cores at 32 rows of 256
 # keys: 64 is fastest, 128 is 1.4 times slower (the gathered block leaves the L2 cache).
@@ -19,7 +20,7 @@ Carry = tuple[jax.Array, jax.Array, jax.Array]
 
 def attend(
     q_XQNH: jax.Array,
-    kv_C2KRH: jax.Array,
+    kv_C2KRH: Pool,
     page_table_XP: jax.Array,
     q_starts_X: jax.Array,
     q_lens_X: jax.Array,
@@ -35,6 +36,7 @@ def attend(
     leaves its numbers as they were, bit for bit, so a row does not depend on its batch mates.
     """
     X, Q, N, H = q_XQNH.shape
+    stored_C2KRH, scales_C2KR = split_pool(kv_C2KRH)
     K, R = kv_C2KRH.shape[2:4]
     M = N // K * Q
     pages_per_block = max(1, BLOCK_TOKENS // R)
@@ -63,7 +65,7 @@ def attend(
         pages_XP = lax.dynamic_slice_in_dim(
             page_table_XP, block * pages_per_block, pages_per_block, axis=1
         )
-        k_XKSH, v_XKSH = gather_block(kv_C2KRH, pages_XP)
+        k_XKSH, v_XKSH = gather_block(stored_C2KRH, pages_XP)
         key_S = block * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)
         is_seen_XMS = key_S[None, None, :] <= position_XM[:, :, None]
         if window is not None:
@@ -72,10 +74,19 @@ def attend(
         is_held_XS = key_S[None, :] < kv_lens_X[:, None]
         v_XKSH = jnp.where(is_held_XS[:, None, :, None], v_XKSH, jnp.zeros((), v_XKSH.dtype))
         score_XKMS = scale * dot("XKMH,XKSH->XKMS", q_XKMH, k_XKSH.astype(compute_dtype))
+        v_scale_XKS = None
+        if scales_C2KR is not None:
+            k_scale_XKS, v_scale_XKS = gather_block(scales_C2KR, pages_XP)
+            v_scale_XKS = jnp.where(is_held_XS[:, None, :], v_scale_XKS, 0.0)
+            score_XKMS *= k_scale_XKS[:, :, None, :]
         if soft_cap is not None:
             score_XKMS = soft_cap * jnp.tanh(score_XKMS / soft_cap)
         return add_scores(
-            carry, score_XKMS, is_seen_XMS=is_seen_XMS, v_XKSH=v_XKSH.astype(compute_dtype)
+            carry,
+            score_XKMS,
+            is_seen_XMS=is_seen_XMS,
+            v_XKSH=v_XKSH.astype(compute_dtype),
+            v_scale_XKS=v_scale_XKS,
         )
 
     start = (
@@ -91,7 +102,12 @@ def attend(
 
 
 def add_scores(
-    carry: Carry, score_XKMS: jax.Array, *, is_seen_XMS: jax.Array, v_XKSH: jax.Array
+    carry: Carry,
+    score_XKMS: jax.Array,
+    *,
+    is_seen_XMS: jax.Array,
+    v_XKSH: jax.Array,
+    v_scale_XKS: jax.Array | None,
 ) -> Carry:
     """Returns the running (maximum, total weight, weighted sum of V) with one more block."""
     top_XKM, total_XKM, sum_XKMH = carry
@@ -101,31 +117,38 @@ def add_scores(
     # The second select matters where nothing was seen yet: there exp(LOWEST - LOWEST) is 1.
     weight_XKMS = jnp.where(is_seen_XKMS, jnp.exp(score_XKMS - new_top_XKM[..., None]), 0.0)
     shrink_XKM = jnp.exp(top_XKM - new_top_XKM)
+    block_total_XKM = weight_XKMS.sum(-1)
+    if v_scale_XKS is not None:
+        weight_XKMS *= v_scale_XKS[:, :, None, :]
     block_XKMH = dot("XKMS,XKSH->XKMH", weight_XKMS.astype(v_XKSH.dtype), v_XKSH)
     return (
         new_top_XKM,
-        total_XKM * shrink_XKM + weight_XKMS.sum(-1),
+        total_XKM * shrink_XKM + block_total_XKM,
         sum_XKMH * shrink_XKM[..., None] + block_XKMH,
     )
 
 
-def gather_block(kv_C2KRH: jax.Array, pages_XP: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns K and V of some pages of each row, ``[X, K, P * R, H]`` each.
+def gather_block(pool: jax.Array, pages_XP: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns K and V of some pages of each row, ``[X, K, P * R, H]`` each, or their scales
+    ``[X, K, P * R]``.
 
     One (page, K or V, head) is a contiguous slab of R * H values. Gathering slabs, not pages, puts
     the heads before the tokens at once; gathering pages needs a transposing copy after it::
 
         slab of K = page * 2K + k        slab of V = page * 2K + K + k
+
+    Args:
+      pool: ``stored_C2KRH`` or ``scales_C2KR``.
     """
-    C, _, K, R, H = kv_C2KRH.shape
+    C, _, K, R, *lanes = pool.shape
     X, P = pages_XP.shape
     head_K = jnp.arange(K, dtype=jnp.int32)
     slab_XKP = pages_XP[:, None, :] * (2 * K) + head_K[None, :, None]
-    slabs = kv_C2KRH.reshape(C * 2 * K, R, H)
+    slabs = pool.reshape(C * 2 * K, R, *lanes)
     # Clipped: past a row's last page the table may hold anything, and what is read is masked.
-    k_XKPRH = slabs.at[slab_XKP].get(mode="clip")
-    v_XKPRH = slabs.at[slab_XKP + K].get(mode="clip")
-    return k_XKPRH.reshape(X, K, P * R, H), v_XKPRH.reshape(X, K, P * R, H)
+    k = as_numbers(slabs.at[slab_XKP].get(mode="clip"))
+    v = as_numbers(slabs.at[slab_XKP + K].get(mode="clip"))
+    return k.reshape(X, K, P * R, *lanes), v.reshape(X, K, P * R, *lanes)
 
 
 def _pad_columns(table_XP: jax.Array, width: int) -> jax.Array:

@@ -183,7 +183,7 @@ def _state(mechanism: Mechanism, result: Mapping[str, Any]) -> str:
     config = facts.mapping(result, "manifest", "config")
     value = facts.get(config, *mechanism.key.split("."))
     if value is not None:
-        return "on" if value == mechanism.on else "off"
+        return "on" if mechanism.is_turned_on_by(value) else "off"
     told = facts.get(config, "mechanisms")  # of a server elsewhere: those that are on, by name
     if isinstance(told, str):
         return "on" if mechanism.name in told.split(",") else "off"
