@@ -15,7 +15,7 @@ import pytest
 from jax import numpy as jnp
 
 from jaxserve.kernels.paged_attention import Impl, paged_attention, triton
-from jaxserve.kernels.paged_attention.launch import Launch
+from jaxserve.kernels.paged_attention.launch import BY_FORMULA, Cuts, Launch
 from tests.oracle import oracle_attention
 
 # Largest error of a query over the largest |output| of its batch. float32: sums in another order.
@@ -144,7 +144,16 @@ def random_cases(rng: random.Random, layout: Layout, *, page: int) -> list[Case]
 
 run = jax.jit(
     paged_attention,
-    static_argnames=("num_single_rows", "tile", "scale", "window", "soft_cap", "split_len", "impl"),
+    static_argnames=(
+        "num_single_rows",
+        "tile",
+        "scale",
+        "window",
+        "soft_cap",
+        "split_len",
+        "cuts",
+        "impl",
+    ),
 )
 
 
@@ -156,6 +165,7 @@ def attend(
     window: int | None = None,
     soft_cap: float | None = None,
     split_len: int | None = None,
+    cuts: Cuts = BY_FORMULA,
 ) -> np.ndarray:
     out_TNH = run(
         step.q_TNH,
@@ -170,6 +180,7 @@ def attend(
         window=window,
         soft_cap=soft_cap,
         split_len=split_len,
+        cuts=cuts,
     )
     return np.asarray(out_TNH)
 
