@@ -55,8 +55,8 @@ MIN_GAIN: Final = 0.03  # less is not told from noise
 # What is tried. The sizes of blocks are whole numbers of a split of one length.
 ROWS: Final = (16, 32, 64, 128)
 BLOCKS: Final = (16, 32, 64, 128)
-WARPS: Final = (2, 4, 8)
-STAGES: Final = (2, 3, 4)
+WARPS: Final = (2, 4, 8)  # of triton
+STAGES: Final = (2, 3, 4)  # of mosaic; triton's code is the same whatever its number
 PROGRAMS: Final = (WANTED_PROGRAMS // 2, WANTED_PROGRAMS, 2 * WANTED_PROGRAMS, 4 * WANTED_PROGRAMS)
 
 
@@ -106,14 +106,15 @@ def plan(job: Job) -> Cut:
 def find_candidates(job: Job) -> list[Cut]:
     """Returns the cuts to try, the formula's first, the likest to it next."""
     planned = plan(job)
-    rows, warps = [MAX_ROWS], [4]  # all that mosaic is written for
+    rows, warps, stages = [MAX_ROWS], [planned.num_warps], list(STAGES)
     if job.backend == "triton":
         num_pairs = job.shape.heads[0] // job.shape.heads[1] * job.num_queries
         most = max(power_of_two(num_pairs), MIN_ROWS)
-        rows, warps = [number for number in ROWS if number <= most], list(WARPS)
+        rows = [number for number in ROWS if number <= most]
+        warps, stages = list(WARPS), [planned.num_stages]
     tried = (
         Cut(rows=r, block_tokens=b, num_warps=w, num_stages=s, wanted_programs=p)
-        for r, b, w, s, p in itertools.product(rows, BLOCKS, warps, STAGES, PROGRAMS)
+        for r, b, w, s, p in itertools.product(rows, BLOCKS, warps, stages, PROGRAMS)
     )
 
     def difference(cut: Cut) -> int:
@@ -179,7 +180,7 @@ def tune(job: Job, points: Sequence[tuple[int, int]], *, max_cuts: int | None) -
     print(job, flush=True)
     cuts = list(sift(job, find_candidates(job)[:max_cuts]))
     if not cuts or cuts[0] != plan(job):
-        raise FormulaError
+        raise FormulaError("the formula's own cut is wrong or refused")
     ratios = find_ratios(job, cuts, points, num_runs=NUM_RUNS)
     best = min(range(len(cuts)), key=ratios.__getitem__)
     ratio = 1.0
@@ -276,8 +277,8 @@ def main() -> int:
         num_jobs += 1
         try:
             entry = tune(job, points, max_cuts=options.max_cuts)
-        except FormulaError:
-            print("  left as it was: the formula's own cut is wrong or refused", flush=True)
+        except (FormulaError, *REFUSALS) as error:
+            gpu_attention.fail(error, job=job)
             num_failed += 1
             continue
         num_improved += entry is not None

@@ -90,7 +90,7 @@ def find_limits(key: ProgramKey) -> Limits:
     product of few rows in up to eight parts: ten rows a token, but no more than 1,024 and two a
     token. Then what attention keeps: triton the partial sums of its programs; xla a block of K and
     V of each row, and its loop's sums, which every layer has a buffer of. Of an output: its
-    logits, for `full` with two digits of mass and keys five times.
+    logits, for `full` with two digits of mass and keys five times; of `score` logits and keys.
 
     Launches of an output are bounded, because they are what small kernels cost: `full` has three
     for each of 22 passes, and two for each id of the log-probabilities.
@@ -123,7 +123,7 @@ def find_limits(key: ProgramKey) -> Limits:
                 conditions, kernels, launches, copies = 3, 90, 180, 5
             temp_bytes += copies * output.rows * model.padded_vocab_size * 4
         case "score", None:
-            temp_bytes += SCORE_WIDTH * model.padded_vocab_size * 4
+            temp_bytes += 2 * SCORE_WIDTH * model.padded_vocab_size * 4
         case "page_copy", None:  # all pages are read before any is written
             temp_bytes += COPY_WIDTH * spec.page_bytes
     return Limits(

@@ -104,6 +104,17 @@ def test_the_threshold_is_the_key_that_the_search_of_one_row_finds(vocab_size: i
         assert least_B[b] == max(int(wanted), int(none)), ASKED[b]
 
 
+def test_scores_that_differ_in_the_last_bit_are_told_apart() -> None:
+    near = [np.float32(-0.1)]
+    for _ in range(8):
+        near.append(np.nextafter(near[-1], np.float32(-1.0)))
+    score_BV = np.full((9, 64), -3.0, np.float32)
+    score_BV[:, 20:29] = near
+    asked = [(top_k, 1.0, 0.0) for top_k in range(1, 10)]
+    key_BV, least_B = np.asarray(filters.key_of(jnp.asarray(score_BV))), find(score_BV, asked)
+    assert (key_BV >= least_B[:, None]).sum(1).tolist() == list(range(1, 10))
+
+
 def test_minus_zero_and_zero_tie() -> None:
     score_BV = np.full((2, 64), -3.0, np.float32)
     score_BV[:, 5], score_BV[:, 9] = -0.0, 0.0
