@@ -41,6 +41,7 @@ from jaxserve.plan import Bucket, Chunk, RowLoad, StepPlan
 from jaxserve.request import SamplingParams
 from jaxserve.runner.batch import build_output_rows, build_packed, find_sampled_rows
 from jaxserve.runner.buckets import OutputBucket
+from jaxserve.runner.device import Device
 from jaxserve.runner.kernel_choice import choose_kernels
 from jaxserve.runner.programs import ProgramKey, Programs, head_params
 from jaxserve.runner.runner import Runner
@@ -216,7 +217,11 @@ def build_served(
         config,
         dtypes=("bfloat16", "bfloat16"),
         kernels=choose_kernels(
-            MODEL, config, dtypes=("bfloat16", "bfloat16"), platform="cpu", cache_dir=cache_dir
+            MODEL,
+            config,
+            dtypes=("bfloat16", "bfloat16"),
+            device=Device(platform="cpu"),
+            cache_dir=cache_dir,
         ),
         programs=programs,
         compile_keys=compile_keys,
@@ -328,7 +333,10 @@ def build_sampling(served: Served) -> Run:
     def choose(logits_BV: jax.Array) -> Sampled:
         index_B = jnp.zeros(num_rows, jnp.int32)
         rows = gather_sampling(state.sampling, index_B, padded_vocab=MODEL.padded_vocab_size)
-        return sample(logits_BV, rows, index_B, vocab_size=MODEL.vocab_size, variant="greedy")
+        return sample(
+            logits_BV, rows, index_B, vocab_size=MODEL.vocab_size, variant="greedy",
+            impl=served.spec.kernels.sampling,
+        )  # fmt: skip
 
     logits_BV = jax.random.normal(jax.random.key(5), (num_rows, MODEL.padded_vocab_size))
     return lambda: jax.block_until_ready(choose(logits_BV))

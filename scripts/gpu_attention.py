@@ -1,22 +1,21 @@
 """Paged attention alone on this machine's device: how wrong, and how fast against its memory.
 
-Part of scripts/gpu_report.py. Times are of steps of many layers, each with its own K/V, so that no
-layer finds the last one's keys in a cache of the device.
+Part of scripts/gpu_report.py and scripts/gpu_tune.py.
 """
 
 import dataclasses
-import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import jax
 import numpy as np
 from jax import numpy as jnp
 
+from jaxserve.errors import JaxserveError
 from jaxserve.kernels.paged_attention import Impl, paged_attention, triton
-from jaxserve.kernels.paged_attention.launch import Launch, find_launch
+from jaxserve.kernels.paged_attention.launch import BY_FORMULA, Cuts, Launch, find_launch
 from jaxserve.kernels.pool import LARGEST, Pool, QuantizedPool, quantize
 
 PAGE: Final = 16
@@ -26,13 +25,19 @@ SET_BYTES: Final = 512 << 20  # of all layers together: several times any cache
 MAX_LAYERS: Final = 256
 NUM_RUNS: Final = 12
 
+# How a device, a compiler or a kernel says no; anything else is a fault of these scripts.
+REFUSALS: Final = (JaxserveError, jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
+
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class Shape:
-    """Of the heads: query heads, KV heads, lanes; and what the pool is made of."""
+    """What is the same of all a model's attention: query heads and KV heads, lanes, tokens of a
+    page, dtypes of queries and pool."""
 
     heads: tuple[int, int]
     head_dim: int
+    page: int = PAGE
+    dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
 
 
@@ -46,7 +51,13 @@ class Call:
     q_lens_X: jax.Array
     num_single_rows: int
 
-    def attend(self, kv_C2KRH: Pool, impl: Impl, launch: Launch | None = None) -> jax.Array:
+    def attend(
+        self,
+        kv_C2KRH: Pool,
+        impl: Impl,
+        launch: Launch | None = None,
+        cuts: Cuts = BY_FORMULA,
+    ) -> jax.Array:
         scale = self.q_TNH.shape[-1] ** -0.5
         if launch is not None:
             assert self.num_single_rows == len(self.q_TNH), "launches are given for decode alone"
@@ -57,7 +68,7 @@ class Call:
             return out_X1NH[:, 0]
         return paged_attention(
             self.q_TNH, kv_C2KRH, self.page_table_XP, self.q_starts_X, self.q_lens_X,
-            num_single_rows=self.num_single_rows, tile=TILE, scale=scale, impl=impl,
+            num_single_rows=self.num_single_rows, tile=TILE, scale=scale, impl=impl, cuts=cuts,
         )  # fmt: skip
 
 
@@ -87,7 +98,59 @@ jax.tree_util.register_dataclass(
 )
 
 
-def check(impl: Impl, shape: Shape, *, seed: int = 0) -> float:
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Workload:
+    """Attention of many layers, each with K and V of its own, so that none finds the last one's in
+    a cache of the device.
+
+    Attributes:
+      kv_bytes: of one layer.
+    """
+
+    call: Call
+    pools: tuple[Pool, ...]
+    kv_bytes: int
+
+    def compile(
+        self, impl: Impl, *, launch: Launch | None = None, cuts: Cuts = BY_FORMULA
+    ) -> Callable[[], float]:
+        """Returns what runs all layers once and returns the seconds of one."""
+
+        @jax.jit
+        def step(call: Call, pools: tuple[Pool, ...]) -> jax.Array:
+            for kv_C2KRH in pools:  # each layer's queries are the last one's outputs
+                out_TNH = call.attend(kv_C2KRH, impl, launch, cuts)
+                call = dataclasses.replace(call, q_TNH=out_TNH)
+            return call.q_TNH
+
+        step(self.call, self.pools).block_until_ready()
+
+        def run() -> float:
+            start = time.perf_counter()
+            step(self.call, self.pools).block_until_ready()
+            return (time.perf_counter() - start) / len(self.pools)
+
+        return run
+
+
+def build_workload(shape: Shape, *, num_rows: int, kv_len: int, num_queries: int = 1) -> Workload:
+    """Returns rows of so many tokens, each with one query, or with tiles of `TILE`."""
+    rows = [kv_len] * num_rows
+    call, num_pages = _build(
+        shape,
+        singles=rows if num_queries == 1 else [],
+        tiles=[] if num_queries == 1 else [(num_queries, kv_len) for kv_len in rows],
+        seed=0,
+    )
+    head_bytes = shape.head_dim * jnp.dtype(shape.kv_dtype).itemsize
+    head_bytes += 4 if shape.kv_dtype in LARGEST else 0  # its scale
+    kv_bytes = num_rows * kv_len * 2 * shape.heads[1] * head_bytes
+    num_layers = min(max(-(-SET_BYTES // kv_bytes), 2), MAX_LAYERS)
+    pools = tuple(_random_pool(layer, shape, num_pages) for layer in range(num_layers))
+    return Workload(call=call, pools=pools, kv_bytes=kv_bytes)
+
+
+def check(impl: Impl, shape: Shape, *, seed: int = 0, cuts: Cuts = BY_FORMULA) -> float:
     """Returns the largest error of a query of decode rows and of tiles, over its largest output.
 
     Beside the reference in float32 on the host's processor, which has a test suite of its own.
@@ -96,8 +159,9 @@ def check(impl: Impl, shape: Shape, *, seed: int = 0) -> float:
     call, num_pages = _build(
         shape, singles=lengths, tiles=[(16, 16), (3, 40), (16, 199)], seed=seed
     )
-    kv_C2KRH = _random_pool(seed + 1, num_pages, shape)
-    found_TNH = np.asarray(jax.jit(Call.attend, static_argnums=2)(call, kv_C2KRH, impl), np.float64)
+    kv_C2KRH = _random_pool(seed + 1, shape, num_pages)
+    attend = jax.jit(Call.attend, static_argnames=("impl", "launch", "cuts"))
+    found_TNH = np.asarray(attend(call, kv_C2KRH, impl=impl, cuts=cuts), np.float64)
     host = jax.devices("cpu")[0]
     with jax.default_device(host):
         wanted_TNH = np.asarray(
@@ -130,28 +194,15 @@ def measure(
     Args:
       num_splits: of the Triton kernel, in place of what the shape would get.
     """
-    call, num_pages = _build(shape, singles=[kv_len] * num_rows, tiles=[], seed=0)
-    first = _random_pool(0, num_pages, shape)
-    page_bytes = sum(array.nbytes for array in jax.tree.leaves(first)) / num_pages
-    kv_bytes = num_rows * kv_len * page_bytes / PAGE
-    num_layers = min(max(math.ceil(SET_BYTES / kv_bytes), 2), MAX_LAYERS)
-    others = (_random_pool(layer, num_pages, shape) for layer in range(1, num_layers))
-    pools = [first, *others]
+    workload = build_workload(shape, num_rows=num_rows, kv_len=kv_len)
     launch = None
     if num_splits is not None:
-        q_X1NH = jax.ShapeDtypeStruct((num_rows, 1, *call.q_TNH.shape[1:]), jnp.bfloat16)
-        launch = find_launch(q_X1NH, pools[0], call.page_table_XP)
+        call = workload.call
+        q_X1NH = jax.ShapeDtypeStruct((num_rows, 1, *call.q_TNH.shape[1:]), call.q_TNH.dtype)
+        launch = find_launch(q_X1NH, workload.pools[0], call.page_table_XP)
         launch = dataclasses.replace(launch, num_splits=num_splits)
-
-    @jax.jit
-    def step(call: Call, pools: Sequence[Pool]) -> jax.Array:
-        for kv_C2KRH in pools:  # each layer's queries are the last one's outputs
-            call = dataclasses.replace(call, q_TNH=call.attend(kv_C2KRH, impl, launch))
-        return call.q_TNH
-
-    step(call, pools).block_until_ready()
-    seconds = [_time(step, call, pools) for _ in range(NUM_RUNS)]
-    layer_s = statistics.median(seconds) / num_layers
+    run, kv_bytes = workload.compile(impl, launch=launch), workload.kv_bytes
+    layer_s = statistics.median(run() for _ in range(NUM_RUNS))
     return LayerTime(
         impl=impl,
         rows=num_rows,
@@ -164,12 +215,6 @@ def measure(
     )
 
 
-def _time(step: jax.stages.Wrapped, call: Call, pools: Sequence[Pool]) -> float:
-    start = time.perf_counter()
-    step(call, pools).block_until_ready()
-    return time.perf_counter() - start
-
-
 def report(
     impls: Sequence[Impl],
     shape: Shape,
@@ -180,27 +225,35 @@ def report(
     copy_bytes_per_s: float,
     max_error: float,
 ) -> Iterator[dict[str, object]]:
-    """Prints and yields a line for each measurement; what is wrong is not timed.
-
-    Raises:
-      SystemExit: an implementation is further off than `max_error`.
-    """
+    """Prints and yields a line for each measurement. What is refused, or further off than
+    `max_error`, says so in `failed` and is not timed; the others are."""
+    right: list[Impl] = []
     for impl in impls:
-        error = check(impl, shape)
+        try:
+            error = check(impl, shape)
+        except REFUSALS as refusal:
+            yield fail(refusal, impl=impl)
+            continue
         print(f"  attention {impl:<7} error {error:.1e} of the largest output", flush=True)
         if not error <= max_error:
-            raise SystemExit(f"attention {impl} is wrong by {error:.1e}; at most {max_error:.1e}")
+            yield fail(f"wrong by {error:.1e}; at most {max_error:.1e}", impl=impl)
+            continue
         yield {"impl": impl, "error": error}
+        right.append(impl)
     for num_rows in rows:
         for kv_len in kv_lens:
-            chosen: list[tuple[Impl, int | None]] = [(impl, None) for impl in impls]
-            if "triton" in impls:
+            chosen: list[tuple[Impl, int | None]] = [(impl, None) for impl in right]
+            if "triton" in right:
                 chosen += [("triton", number) for number in splits]
             for impl, num_splits in chosen:
-                found = measure(
-                    impl, shape, num_rows=num_rows, kv_len=kv_len,
-                    copy_bytes_per_s=copy_bytes_per_s, num_splits=num_splits,
-                )  # fmt: skip
+                try:
+                    found = measure(
+                        impl, shape, num_rows=num_rows, kv_len=kv_len,
+                        copy_bytes_per_s=copy_bytes_per_s, num_splits=num_splits,
+                    )  # fmt: skip
+                except REFUSALS as refusal:
+                    yield fail(refusal, impl=impl, rows=num_rows, kv_len=kv_len, splits=num_splits)
+                    continue
                 size = "" if num_splits is None else f", {num_splits} splits"
                 print(
                     f"  attention {impl:<7} rows={num_rows:<3} kv_len={kv_len:<6}"
@@ -209,6 +262,14 @@ def report(
                     flush=True,
                 )
                 yield dataclasses.asdict(found)
+
+
+def fail(reason: BaseException | str, **what: object) -> dict[str, object]:
+    """Prints and returns what there is no result of, and why."""
+    text = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+    named = " ".join(f"{key}={value}" for key, value in what.items())
+    print(f"  FAILED {named}: {text}", flush=True)
+    return {**what, "failed": text}
 
 
 def _build(
@@ -221,16 +282,16 @@ def _build(
       tiles: queries and tokens of each tile.
     """
     rows = [(1, kv_len) for kv_len in singles] + list(tiles)
-    width = max(-(-kv_len // PAGE) for _, kv_len in rows)
-    num_pages = 1 + sum(-(-kv_len // PAGE) for _, kv_len in rows)
+    width = max(-(-kv_len // shape.page) for _, kv_len in rows)
+    num_pages = 1 + sum(-(-kv_len // shape.page) for _, kv_len in rows)
     free = iter(np.random.default_rng(seed).permutation(np.arange(1, num_pages)))
     page_table_XP = np.zeros((len(rows), width), np.int32)
     for x, (_, kv_len) in enumerate(rows):
-        for page in range(-(-kv_len // PAGE)):
+        for page in range(-(-kv_len // shape.page)):
             page_table_XP[x, page] = next(free)
     num_tokens = len(singles) + len(tiles) * TILE
     call = Call(
-        q_TNH=_random(seed, (num_tokens, shape.heads[0], shape.head_dim)),
+        q_TNH=_random(seed, (num_tokens, shape.heads[0], shape.head_dim), shape.dtype),
         page_table_XP=jnp.asarray(page_table_XP),
         q_starts_X=jnp.asarray([kv_len - q_len for q_len, kv_len in rows], jnp.int32),
         q_lens_X=jnp.asarray([q_len for q_len, _ in rows], jnp.int32),
@@ -239,15 +300,15 @@ def _build(
     return call, num_pages
 
 
-def _random_pool(seed: int, num_pages: int, shape: Shape) -> Pool:
-    kv_C2KRH = _random(seed, (num_pages, 2, shape.heads[1], PAGE, shape.head_dim))
+def _random_pool(seed: int, shape: Shape, num_pages: int) -> Pool:
+    size = (num_pages, 2, shape.heads[1], shape.page, shape.head_dim)
     if shape.kv_dtype not in LARGEST:
-        return kv_C2KRH
+        return _random(seed, size, shape.kv_dtype)
     bytes_C2KRH, scales_C2KR = jax.jit(quantize, static_argnames="dtype")(
-        kv_C2KRH.astype(jnp.float32), dtype=jnp.dtype(shape.kv_dtype)
+        _random(seed, size, "float32"), dtype=jnp.dtype(shape.kv_dtype)
     )
     return QuantizedPool(bytes_C2KRH=bytes_C2KRH, scales_C2KR=scales_C2KR)
 
 
-def _random(seed: int, shape: tuple[int, ...]) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+def _random(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.dtype(dtype))

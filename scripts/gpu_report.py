@@ -81,6 +81,7 @@ def report(
     name: str,
     *,
     attention: str,
+    sampling: str,
     dtype: str,
     kv_dtype: str,
     kv_len: int,
@@ -107,7 +108,11 @@ def report(
                 "chunk_tokens": [256],
                 "chunk_decode_seqs": [most_rows],
             },
-            "runner": {"attention": attention},
+            # the interpreted kernels have no name there: a CPU gives no other
+            "runner": {
+                "attention": attention.removesuffix("_interpret"),
+                "sampling": sampling,
+            },
         }
     )
     seconds = {}
@@ -129,11 +134,11 @@ def report(
     token_bytes = runner.spec.page_bytes // page_size
     table: list[dict[str, object]] = []
     for num_rows in rows:
-        for kind, sampling in (
+        for kind, params_of_row in (
             ("greedy", SamplingParams(temperature=0.0)),
             ("top_p", SamplingParams(temperature=0.8, top_p=0.95, seed=1)),
         ):
-            times = driver.decode(num_rows, sampling)
+            times = driver.decode(num_rows, params_of_row)
             limit_s = (weight_bytes + num_rows * kv_len * token_bytes) / copy_bytes_per_s
             exposed = max(0.0, 1.0 - times.device_s / times.step_s)
             table.append(
@@ -159,6 +164,7 @@ def report(
     return {
         "model": name,
         "attention": runner.spec.kernels.attention,
+        "sampling": runner.spec.kernels.sampling,
         "dtype": dtype,
         "kv_dtype": runner.spec.kv_dtype,
         "kv_len": kv_len,
@@ -226,6 +232,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--attention", nargs="+", metavar="IMPL",
                         help="(default: xla and triton on a GPU, else xla)")  # fmt: skip
+    parser.add_argument("--sampling", choices=["auto", "candidates", "passes"], default="auto")
     parser.add_argument("--attention-rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--attention-kv-len", type=int, nargs="+", default=[512, 4096, 16384])
     parser.add_argument("--torch-python", default=sys.executable, metavar="PATH",
@@ -235,7 +242,28 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+def report_steps(
+    options: argparse.Namespace, impls: list[Impl], copy_bytes_per_s: float
+) -> Iterator[dict[str, object]]:
+    for name in options.model:
+        for impl in impls:
+            print(f"{name} {options.dtype} kv_len={options.kv_len} attention={impl}")
+            try:
+                yield report(
+                    name,
+                    attention=impl,
+                    sampling=options.sampling,
+                    dtype=options.dtype,
+                    kv_dtype=options.kv_dtype,
+                    kv_len=options.kv_len,
+                    rows=options.rows,
+                    copy_bytes_per_s=copy_bytes_per_s,
+                )
+            except gpu_attention.REFUSALS as refusal:
+                yield gpu_attention.fail(refusal, model=name, attention=impl)
+
+
+def main() -> int:
     options = read_options()
     in_torch = {}
     if "torch" in options.part:
@@ -248,24 +276,15 @@ def main() -> None:
     impls = options.attention or (["xla", "triton"] if device.platform == "gpu" else ["xla"])
     copy_bytes_per_s = measure_copy_bytes_per_s()
     print(f"{device.device_kind}, jax {jax.__version__}, copy {copy_bytes_per_s / 1e9:.0f} GB/s")
-    alone, steps = [], []
+    alone: list[dict[str, object]] = []
+    steps: list[dict[str, object]] = []
     if "attention" in options.part:
         alone = list(report_attention(options, impls, copy_bytes_per_s))
+        # of a kernel that is wrong, what a step takes says nothing
+        impls = [impl for impl in impls if not any(is_failed(impl, one) for one in alone)]
     if "steps" in options.part:
-        for name in options.model:
-            for impl in impls:
-                print(f"{name} {options.dtype} kv_len={options.kv_len} attention={impl}")
-                steps.append(
-                    report(
-                        name,
-                        attention=impl,
-                        dtype=options.dtype,
-                        kv_dtype=options.kv_dtype,
-                        kv_len=options.kv_len,
-                        rows=options.rows,
-                        copy_bytes_per_s=copy_bytes_per_s,
-                    )
-                )
+        steps = list(report_steps(options, impls, copy_bytes_per_s))
+    num_failed = sum("failed" in one for one in (*alone, *steps))
     facts = {
         "device": device.device_kind,
         "jax": jax.__version__,
@@ -273,9 +292,16 @@ def main() -> None:
         "attention": alone,
         "models": steps,
         "torch": in_torch,
+        "num_failed": num_failed,
     }
     print(json.dumps(facts))
+    return min(num_failed, 1)
+
+
+def is_failed(impl: Impl, line: dict[str, object]) -> bool:
+    """Returns whether the line says that the implementation is wrong or refused as such."""
+    return line["impl"] == impl and "failed" in line and "kv_len" not in line
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

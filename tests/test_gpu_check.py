@@ -1,6 +1,9 @@
 """What scripts/gpu_check reads of a compiler's dump, and what it calls a fault."""
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,12 +13,14 @@ from scripts.gpu_check.dump import (
     Coverage,
     Resources,
     count_copies,
+    count_sorts,
     read_assembly,
     read_coverage,
     read_launch,
 )
 from scripts.gpu_check.faults import Kind, Limits, find_faults, find_kernel_faults
 
+ROOT = Path(__file__).parent.parent
 LAUNCH = "grid: [16, 1, 1] threads: [128, 1, 1]  shared_memory: 512 bytes"
 CAPTURED = f"""\
 000: kCommandBuffer [source | sink] 
@@ -44,8 +49,9 @@ condition:
 """
 LAYER = (4097, 2, 3, 16, 64)
 COPY = "  %copy.7 = bf16[4097,2,3,16,64]{4,3,2,1,0} copy(bf16[4097,2,3,16,64]{4,3,2,1,0} %p)"
+SORT = "  %sort.3 = (u32[32,768]{1,0}, s32[32,768]{1,0}) sort(%a, %b), dimensions={1}, to_apply=%c"
 SPILLING = Assembled(num_registers=255, spill_bytes=8)
-LIMITS = Limits(temp_bytes=100, kernels=3, loops=1, conditions=1, pool_shapes=(LAYER,))
+LIMITS = Limits(temp_bytes=100, kernels=3, launches=4, loops=1, conditions=1, pool_shapes=(LAYER,))
 FINE = Compiled(
     thunk_sequence=CAPTURED,
     mosaic_launches={},
@@ -65,6 +71,28 @@ FINE = Compiled(
 def kinds(compiled: Compiled, limits: Limits = LIMITS) -> list[Kind]:
     coverage = read_coverage(compiled.thunk_sequence)
     return [fault.kind for fault in find_faults(compiled, coverage, limits)]
+
+
+def test_a_planted_regression_takes_no_choice_of_what_is_checked() -> None:
+    # In a process of its own: what it imports sets jax up.
+    code = """
+import sys
+from scripts.gpu_check.__main__ import read_options
+for beside in ("--all", "--part step", "--model 1b", "--attention xla"):
+    sys.argv = ["check", "--plant", "scan", *beside.split()]
+    try:
+        print("taken", read_options())
+    except SystemExit as refused:
+        print("refused", refused.code)
+sys.argv = ["check", "--plant", "scan"]
+print(read_options().plant)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split("\n")[:-1] == ["refused 2"] * 4 + ["scan"]
+    for option in ("--all", "--part", "--model", "--attention"):
+        assert f"leave {option} out" in done.stderr
 
 
 def test_coverage_counts_what_a_graph_holds_at_any_depth() -> None:
@@ -95,7 +123,8 @@ def test_a_program_within_its_limits_has_no_fault() -> None:
 def test_a_few_kernels_need_no_graph(count: int, faults: list[Kind]) -> None:
     kernels = {"loop_gather_fusion": Assembled(num_registers=16, spill_bytes=0)}
     lone = dataclasses.replace(FINE, thunk_sequence=LONE * count, kernels=kernels)
-    assert kinds(lone, dataclasses.replace(LIMITS, loops=0, conditions=0)) == faults
+    limits = dataclasses.replace(LIMITS, launches=None, loops=0, conditions=0)
+    assert kinds(lone, limits) == faults
 
 
 @pytest.mark.parametrize(
@@ -104,6 +133,7 @@ def test_a_few_kernels_need_no_graph(count: int, faults: list[Kind]) -> None:
         ({"temp_bytes": 101}, Kind.TEMPORARIES),
         ({"alias_bytes": 6}, Kind.NOT_IN_PLACE),
         ({"hlo": COPY}, Kind.POOL_COPY),
+        ({"hlo": SORT}, Kind.SORTS),
         ({"kernels": FINE.kernels | {"sort": SPILLING}}, Kind.SPILLS),
         ({"kernels": {}}, Kind.SPILLS),
     ],
@@ -116,6 +146,7 @@ def test_each_fault_of_a_program_is_found(change: dict[str, object], kind: Kind)
     ("change", "kind"),
     [
         ({"kernels": 2}, Kind.MANY_KERNELS),
+        ({"launches": 3}, Kind.MANY_LAUNCHES),
         ({"loops": 0}, Kind.LOOPS),
         ({"conditions": 0}, Kind.LOOPS),
     ],
@@ -132,6 +163,15 @@ def test_a_loop_outside_the_graph_is_found() -> None:
 def test_copies_are_counted_by_shape() -> None:
     assert count_copies(f"{COPY}\n{COPY}", LAYER) == 2
     assert count_copies(COPY, LAYER[1:]) == 0
+
+
+def test_sorts_are_counted_by_themselves_and_in_libraries() -> None:
+    in_library = '  %c = (f32[8]{0}) custom-call(%a), custom_call_target="__cub$DeviceRadixSort", x'
+    top_k = '  %t = (f32[8]{0}, s32[8]{0}) custom-call(%a), custom_call_target="__gpu$TopK"'
+    assert count_sorts(f"{SORT}\n{in_library}\n{top_k}") == 3
+    assert (
+        count_sorts('  %sorted.1 = f32[8]{0} add(%sort.1, %b), metadata={op_name="sort(x)"}') == 0
+    )
 
 
 def test_what_ptxas_tells_is_read_by_kernel() -> None:

@@ -33,7 +33,8 @@ MAX_MODEL_TOKENS = 40
 # Keys with a choice that make nothing faster: a precision, an implementation, a way to fail, what
 # is offered and to whom.
 NOT_MECHANISMS = {
-    "model.dtype", "runner.attention", "runner.matmul", "runner.forbid_recompile",
+    "model.dtype", "runner.attention", "runner.matmul", "runner.sampling",
+    "runner.forbid_recompile",
     "metrics.prefix", "measure.phases", "measure.record_content", "log.format", "scheduler.policy",
     "model.tool_parser", "model.reasoning_parser", "server.page", "server.reflection",
     "server.vllm_engine", "auth.allow_open",

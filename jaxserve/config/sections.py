@@ -321,6 +321,11 @@ class RunnerSection(Section):
         "auto",
         description="Products with bfloat16 weights; auto as for attention.",
     )
+    sampling: Literal["auto", "candidates", "passes"] = pydantic.Field(
+        "auto",
+        description="How filters and the most likely ids are found: among a few candidates where "
+        "they do (auto on a CPU), or in passes over all ids (auto on a GPU). Tokens are the same.",
+    )
     command_buffers: Literal["auto", "off"] = pydantic.Field(
         "auto",
         description="auto: on a GPU, programs are replayed as CUDA graphs (XLA's command buffers); "

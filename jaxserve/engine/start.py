@@ -127,6 +127,7 @@ def _tell_setup(metrics: Metrics, served: ServedModel, runner: "Runner", config:
             "kv_dtype": runner.spec.kv_dtype,
             "attention": runner.spec.kernels.attention,
             "matmul": runner.spec.kernels.matmul,
+            "sampling": runner.spec.kernels.sampling,
             "page_size": str(config.kv.page_size),
             "max_seqs": str(config.scheduler.max_seqs),
             "max_model_tokens": str(served.max_model_tokens),

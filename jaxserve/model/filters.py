@@ -7,6 +7,8 @@ thresholds are keys, and the largest holds. Ids that tie with the threshold are 
 A row whose threshold lies above its 65th score needs only its best 64 (`Candidates`). Otherwise
 the threshold is found bit by bit over all ids, exactly. Both ways give the same threshold, because
 top-p's probabilities are summed as integers, which add up to the same in any order.
+
+This form is for a CPU, which reads little and branches well; `filter_passes.py` has a GPU's.
 """
 
 from collections.abc import Callable
@@ -50,6 +52,17 @@ def key_of(score: jax.Array) -> jax.Array:
     """
     bits = lax.bitcast_convert_type(jnp.where(score == 0, jnp.zeros_like(score), score), jnp.uint32)
     return jnp.where(bits >= SIGN, ~bits, bits | SIGN)
+
+
+def clip_top_k(top_k_B: jax.Array, *, num_tokens: int) -> jax.Array:
+    """Returns top-k from 1 to the vocabulary, which is off."""
+    return jnp.where((top_k_B < 1) | (top_k_B > num_tokens), num_tokens, top_k_B)
+
+
+def key_of_min_p(min_p_B: jax.Array) -> jax.Array:
+    """Returns the least key that min-p keeps: p / p_best = exp(score), and what top-k and top-p
+    renormalize cancels out of the ratio."""
+    return key_of(jnp.where(min_p_B > 0.0, jnp.log(min_p_B), -jnp.inf))
 
 
 def find_candidates(score_BV: jax.Array) -> Candidates:
@@ -104,9 +117,7 @@ def find_thresholds(
       is_greedy_B: rows that need no threshold, and never start the search.
     """
     V = score_BV.shape[1]
-    top_k_B = jnp.where((top_k_B < 1) | (top_k_B > V), V, top_k_B)
-    # p / p_best = exp(score): what top-k and top-p renormalize cancels out of the ratio.
-    min_p_key_B = key_of(jnp.where(min_p_B > 0.0, jnp.log(min_p_B), -jnp.inf))
+    top_k_B, min_p_key_B = clip_top_k(top_k_B, num_tokens=V), key_of_min_p(min_p_B)
     zeros_B = jnp.zeros_like(top_k_B)
     total_B = lax.cond(
         jnp.any((top_p_B < 1.0) & (top_k_B == V)),
@@ -156,7 +167,7 @@ def _thresholds_of_candidates(
     kth_B = jnp.where(has_kth_B, kth_B1[:, 0], jnp.uint32(0))
 
     # What top-p is a share of: all ids, or the candidates that top-k keeps if it keeps no others.
-    mass_BJ = _keep_mass(
+    mass_BJ = keep_mass(
         mass_of(candidates.score_BJ, num_tokens=num_tokens), key_BJ >= kth_B[:, None]
     )
     is_off_B = top_k_B == num_tokens
@@ -166,9 +177,9 @@ def _thresholds_of_candidates(
         jnp.where(is_off_B, total_B[1], kept_B[1]),
     )
     is_share_known_B = is_off_B | is_all_B | (has_kth_B & (kth_B > outside_B))
-    target_B = _target_mass(share_of_B, top_p_B, num_tokens=num_tokens)
+    target_B = target_mass(share_of_B, top_p_B, num_tokens=num_tokens)
     sums_BJ = (jnp.cumsum(mass_BJ[0], axis=1), jnp.cumsum(mass_BJ[1], axis=1))
-    is_reached_BJ = _reaches(
+    is_reached_BJ = has_reached(
         sums_BJ, (target_B[0][:, None], target_B[1][:, None]), num_tokens=num_tokens
     )
     first_B1 = jnp.argmax(is_reached_BJ, axis=1, keepdims=True)
@@ -200,10 +211,12 @@ def search_threshold(score_V: jax.Array, *, top_k: jax.Array, top_p: jax.Array) 
     kth = lax.cond(top_k < V, search_top_k, lambda: jnp.uint32(0))
 
     def search_top_p() -> jax.Array:
-        mass_V = _keep_mass(mass_of(score_V, num_tokens=V), key_V >= kth)
-        target = _target_mass(_sum_mass(mass_V), top_p, num_tokens=V)
+        mass_V = keep_mass(mass_of(score_V, num_tokens=V), key_V >= kth)
+        target = target_mass(_sum_mass(mass_V), top_p, num_tokens=V)
         return _highest_key(
-            lambda key: _reaches(_sum_mass(_keep_mass(mass_V, key_V >= key)), target, num_tokens=V)
+            lambda key: has_reached(
+                _sum_mass(keep_mass(mass_V, key_V >= key)), target, num_tokens=V
+            )
         )
 
     pth = lax.cond(top_p < 1.0, search_top_p, lambda: jnp.uint32(0))
@@ -238,7 +251,7 @@ def _digit_bits(num_tokens: int) -> int:
     return 31 - num_tokens.bit_length()
 
 
-def _keep_mass(mass: Mass, is_kept: jax.Array) -> Mass:
+def keep_mass(mass: Mass, is_kept: jax.Array) -> Mass:
     return jnp.where(is_kept, mass[0], 0), jnp.where(is_kept, mass[1], 0)
 
 
@@ -254,7 +267,7 @@ def _sum_mass(mass: Mass) -> Mass:
     return high, low
 
 
-def _target_mass(total_B: Mass, top_p_B: jax.Array, *, num_tokens: int) -> Mass:
+def target_mass(total_B: Mass, top_p_B: jax.Array, *, num_tokens: int) -> Mass:
     """Returns top_p of the total, as proper digits; at least the smallest mass there is."""
     base = np.float32(1 << _digit_bits(num_tokens))
     all_B = total_B[0].astype(jnp.float32) * base + total_B[1].astype(jnp.float32)
@@ -264,7 +277,7 @@ def _target_mass(total_B: Mass, top_p_B: jax.Array, *, num_tokens: int) -> Mass:
     return high_B.astype(jnp.int32), low_B.astype(jnp.int32)
 
 
-def _reaches(mass: Mass, target: Mass, *, num_tokens: int) -> jax.Array:
+def has_reached(mass: Mass, target: Mass, *, num_tokens: int) -> jax.Array:
     """Returns whether a sum of digits, not yet carried, is at least the target."""
     bits = _digit_bits(num_tokens)
     high = mass[0] + (mass[1] >> bits)

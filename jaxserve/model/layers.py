@@ -122,6 +122,7 @@ def attention_block(
         window=layer_config.window,
         soft_cap=config.attention_soft_cap,
         split_len=kernels.split_len,
+        cuts=kernels.cuts,
         impl=kernels.attention,
     )
     out_TF = out_TNH.astype(weight_dtype).reshape(T, config.num_heads * config.head_dim)

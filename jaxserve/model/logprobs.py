@@ -4,8 +4,9 @@ import flax.struct
 import jax
 from jax import numpy as jnp
 
+from jaxserve.kernels.choice import SamplingImpl
+from jaxserve.model import filter_passes, filters
 from jaxserve.model.config import LOWEST_LOGPROB
-from jaxserve.model.filters import find_best_ids
 from jaxserve.shapes import check_shapes
 
 
@@ -31,7 +32,12 @@ class Logprobs:
 
 
 def find_logprobs(
-    logits_BV: jax.Array, token_B: jax.Array, *, vocab_size: int, num_top: int
+    logits_BV: jax.Array,
+    token_B: jax.Array,
+    *,
+    vocab_size: int,
+    num_top: int,
+    impl: SamplingImpl,
 ) -> Logprobs:
     """Returns the log-softmax over the real vocabulary, of one token and the best of each row.
 
@@ -39,6 +45,7 @@ def find_logprobs(
       logits_BV: float32, the model's own; what stands at `vocab_size` and beyond is not read.
       token_B: int32 real ids.
       num_top: J; at most V.
+      impl: how the best are found; another one finds the same.
     """
     check_shapes(logits_BV=logits_BV, token_B=token_B)
     id_1V = jnp.arange(logits_BV.shape[1], dtype=jnp.int32)[None, :]
@@ -55,7 +62,8 @@ def find_logprobs(
     token_B1 = token_B[:, None]
     logit_B1 = jnp.take_along_axis(logits_BV, token_B1, axis=1)
     is_before_BV = (logits_BV > logit_B1) | ((logits_BV == logit_B1) & (id_1V < token_B1))
-    top_logit_BJ, top_ids_BJ = find_best_ids(logits_BV, num_top)
+    forms = {"candidates": filters.find_best_ids, "passes": filter_passes.find_best_ids}
+    top_logit_BJ, top_ids_BJ = forms[impl](logits_BV, num_top)
     return Logprobs(
         logprob_B=logprob_of(logit_B1)[:, 0],
         rank_B=1 + is_before_BV.sum(axis=1, dtype=jnp.int32),

@@ -15,6 +15,8 @@ from jax import lax
 from jax import numpy as jnp
 
 from jaxserve.errors import ShapeError
+from jaxserve.kernels.choice import SamplingImpl
+from jaxserve.model import filter_passes
 from jaxserve.model.filters import CHUNK, Candidates, find_candidates, find_thresholds, key_of
 from jaxserve.model.masks import keep_allowed
 from jaxserve.model.penalties import add_bias, ban, penalize
@@ -71,7 +73,8 @@ class Sampled:
       token_B: int32, always a real id.
       is_finite_B: false where the logits held NaN or +inf, or nothing but -inf: the token is then
         meaningless. Of full also where bans, penalties or mask leave nothing above -inf.
-      used_fallback: a scalar; whether a row's filters needed more than the best 64 ids.
+      used_fallback: a scalar; whether a row's filters needed more than the best 64 ids. False of
+        `passes`, which have no such few to begin with.
     """
 
     token_B: jax.Array
@@ -86,6 +89,7 @@ def sample(
     *,
     vocab_size: int,
     variant: Variant,
+    impl: SamplingImpl,
     mask_BW: jax.Array | None = None,
 ) -> Sampled:
     """Returns one token for each row.
@@ -95,6 +99,7 @@ def sample(
       rows: one for each row of logits. greedy reads nothing of it, plain only seed, choice and
         temperature.
       output_index_B: int32, index in the output of the token to be drawn.
+      impl: of full's filters; another one gives the same tokens.
       mask_BW: uint32, the ids that may be drawn, as in `model/masks.py`; read by full only. None
         allows all.
 
@@ -120,7 +125,11 @@ def sample(
             if mask_BW is not None:
                 logits_BV = keep_allowed(logits_BV, mask_BW)
             is_finite_B &= is_usable(logits_BV)
-            token_B, used_fallback = _draw_filtered(scale(logits_BV, rows), rows, output_index_B)
+            score_BV = scale(logits_BV, rows)
+            if impl == "passes":
+                token_B = _draw_in_passes(score_BV, rows, output_index_B)
+            else:
+                token_B, used_fallback = _draw_by_candidates(score_BV, rows, output_index_B)
     return Sampled(
         token_B=jnp.minimum(token_B, vocab_size - 1),
         is_finite_B=is_finite_B,
@@ -200,7 +209,16 @@ def _lowest_best(score_BV: jax.Array, token_BV: jax.Array) -> jax.Array:
     return jnp.where(score_BV == best_B1, token_BV, none).min(axis=1)
 
 
-def _draw_filtered(
+def _draw_in_passes(
+    score_BV: jax.Array, rows: SamplingRows, output_index_B: jax.Array
+) -> jax.Array:
+    threshold_B = filter_passes.find_thresholds(
+        score_BV, top_k_B=rows.top_k_B, top_p_B=rows.top_p_B, min_p_B=rows.min_p_B
+    )
+    return find_best(add_noise(_keep(score_BV, threshold_B), rows, output_index_B))
+
+
+def _draw_by_candidates(
     score_BV: jax.Array, rows: SamplingRows, output_index_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns each row's token, and whether more than the candidates were needed."""
@@ -216,7 +234,7 @@ def _draw_filtered(
     )
 
     def draw(score_BV: jax.Array, token_BV: jax.Array) -> jax.Array:
-        kept_BV = jnp.where(key_of(score_BV) >= threshold_B[:, None], score_BV, -jnp.inf)
+        kept_BV = _keep(score_BV, threshold_B)
         return _lowest_best(_noised(kept_BV, token_BV, rows, output_index_B), token_BV)
 
     def draw_from_all() -> jax.Array:
@@ -228,6 +246,11 @@ def _draw_filtered(
         needs_all, draw_from_all, lambda: draw(candidates.score_BJ, candidates.token_BJ)
     )
     return token_B, has_searched | needs_all
+
+
+def _keep(score_BV: jax.Array, threshold_B: jax.Array) -> jax.Array:
+    """Returns the scores at or above each row's threshold, and -inf in place of the others."""
+    return jnp.where(key_of(score_BV) >= threshold_B[:, None], score_BV, -jnp.inf)
 
 
 def _keeps_outside(candidates: Candidates, threshold_B: jax.Array) -> jax.Array:

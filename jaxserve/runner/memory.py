@@ -127,21 +127,6 @@ def naming_lack_of_memory() -> Iterator[None]:
         ) from error
 
 
-def find_platform() -> str:
-    """Returns what JAX runs on, such as "cpu".
-
-    Raises:
-      CapacityError: JAX finds no device of the kind that it was told to use.
-    """
-    try:
-        return jax.default_backend()
-    except (RuntimeError, AssertionError) as error:  # jax asserts where one platform is unknown
-        raise CapacityError(
-            f"JAX has no device to run on: {str(error) or 'none was found'}; unset JAX_PLATFORMS, "
-            "or install the jax plugin it names"
-        ) from error
-
-
 def free_device_bytes(stats: Mapping[str, int] | None, *, needed_bytes: int) -> int:
     """Returns the bytes a pool may take of a device.
 

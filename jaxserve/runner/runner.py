@@ -37,12 +37,12 @@ from jaxserve.runner.batch import (
     find_sampled_rows,
 )
 from jaxserve.runner.buckets import OutputBucket, Reach
+from jaxserve.runner.device import find_device
 from jaxserve.runner.host_store import HostStore
 from jaxserve.runner.in_flight import LaunchedStep
 from jaxserve.runner.kernel_choice import choose_kernels
 from jaxserve.runner.memory import (
     choose_dtypes,
-    find_platform,
     naming_lack_of_memory,
     read_cpu_flags,
 )
@@ -104,8 +104,10 @@ class Runner:
           CapacityError: parameters, programs or one full-length sequence do not fit.
           ConfigError: sizes of the configuration that contradict each other or the model.
         """
-        platform = find_platform()
-        dtype, kv_dtype = choose_dtypes(config, platform=platform, cpu_flags=read_cpu_flags())
+        device = find_device()
+        dtype, kv_dtype = choose_dtypes(
+            config, platform=device.platform, cpu_flags=read_cpu_flags()
+        )
         if not callable(params):
             dtype = params["embedding_VD"].dtype.name
         self._metrics = metrics
@@ -128,7 +130,7 @@ class Runner:
                 model_config,
                 config,
                 dtypes=(dtype, kv_dtype),
-                platform=platform,
+                device=device,
                 cache_dir=cache_dir,
             ),
             programs=self._programs,

@@ -8,7 +8,7 @@ from jaxserve.kernels.pool import LARGEST, QuantizedDtypeName
 from jaxserve.model.config import ModelConfig
 
 DtypeName = Literal["float32", "bfloat16"]
-KvDtypeName = DtypeName | QuantizedDtypeName
+KvDtypeName = Literal[DtypeName, QuantizedDtypeName]
 
 _DTYPE_BYTES: Final[dict[KvDtypeName, int]] = {
     "float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1

@@ -95,6 +95,7 @@ def output_step(
         output_index_R,
         vocab_size=spec.model.vocab_size,
         variant=variant,
+        impl=spec.kernels.sampling,
     )
     last_token_B = last_token_B.at[row_R].set(sampled.token_B, mode="drop")
     return last_token_B, results.pack_sampled(sampled)
@@ -124,6 +125,7 @@ def full_output_step(
         output_index_R,
         vocab_size=spec.model.vocab_size,
         variant="full",
+        impl=spec.kernels.sampling,
         mask_BW=mask_RW,
     )
     columns_RI = lax.cond(
@@ -158,7 +160,11 @@ def _logits_at(head: Params, hidden_TD: Array, hidden_index_R: Array, *, spec: R
 
 def _logprob_columns(logits_RV: Array, token_R: Array, *, spec: RunnerSpec) -> Array:
     logprobs = find_logprobs(
-        logits_RV, token_R, vocab_size=spec.model.vocab_size, num_top=spec.max_logprobs
+        logits_RV,
+        token_R,
+        vocab_size=spec.model.vocab_size,
+        num_top=spec.max_logprobs,
+        impl=spec.kernels.sampling,
     )
     return results.pack_logprobs(logprobs)
 

@@ -7,8 +7,9 @@ from typing import Final
 from jaxserve.config import Config
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import ModelConfig
+from jaxserve.runner.device import find_device
 from jaxserve.runner.kernel_choice import choose_kernels
-from jaxserve.runner.memory import choose_dtypes, find_platform, read_cpu_flags
+from jaxserve.runner.memory import choose_dtypes, read_cpu_flags
 from jaxserve.runner.programs import Kind, ProgramKey, Programs, Progress, bucket_name, program_keys
 from jaxserve.runner.sizing import size_runner
 
@@ -58,14 +59,14 @@ class Survey:
         self._cache_dir = cache_dir
         self._metrics = Metrics()
         self._programs = Programs(self._metrics)
-        platform = find_platform()
-        dtypes = choose_dtypes(config, platform=platform, cpu_flags=read_cpu_flags())
+        device = find_device()
+        dtypes = choose_dtypes(config, platform=device.platform, cpu_flags=read_cpu_flags())
         sizes = size_runner(
             model,
             config,
             dtypes=dtypes,
             kernels=choose_kernels(
-                model, config, dtypes=dtypes, platform=platform, cache_dir=cache_dir
+                model, config, dtypes=dtypes, device=device, cache_dir=cache_dir
             ),
             programs=self._programs,
             compile_keys=self._compile,

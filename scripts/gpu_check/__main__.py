@@ -15,7 +15,7 @@ import jax  # isort: skip
 
 from jaxserve.kernels.paged_attention import Impl
 from scripts.gpu_check.kernels import all_calls, check_kernels, edge_calls
-from scripts.gpu_check.plants import PLANTS, check_forward, find_planted
+from scripts.gpu_check.plants import PLANTS, check_forward, check_output, find_planted
 from scripts.gpu_check.programs import KV_DTYPES, check_programs, find_keys
 from scripts.gpu_check.step import check_step
 
@@ -45,7 +45,8 @@ def find_faults(arguments: argparse.Namespace, mesh: jax.sharding.Mesh) -> Itera
 
 def prove(mesh: jax.sharding.Mesh) -> Iterator[str]:
     """Prints what the check finds of each planted regression, and yields each that it misses."""
-    yield from (f"with nothing planted: {fault}" for fault in check_forward(mesh))
+    for fault in (*check_forward(mesh), *check_output(mesh)):
+        yield f"with nothing planted: {fault}"
     for name, plant in PLANTS.items():
         found = find_planted(name, mesh)
         print(f"| {name} | {'; '.join(map(str, found)) or 'nothing'} |", flush=True)
@@ -69,29 +70,39 @@ def tell_left_out() -> None:
     )
 
 
-def main() -> int:
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/check_gpu_compile", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--all", action="store_true", help="every call and bucket; half an hour")
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--attention", nargs="+", choices=ALL_ATTENTIONS, default=ATTENTIONS)
+    parser.add_argument("--part", nargs="+", choices=PARTS)
+    parser.add_argument("--model", nargs="+", choices=MODELS)
+    parser.add_argument("--attention", nargs="+", choices=ALL_ATTENTIONS)
     parser.add_argument(
         "--plant", choices=list(PLANTS), help="check with this regression put in, which must fail"
     )
     arguments = parser.parse_args()
+    chosen = [name for name in ("all", "part", "model", "attention") if getattr(arguments, name)]
+    if arguments.plant and chosen:
+        parser.error(
+            f"--plant has its own program to check: leave --{chosen[0]} out, or run it without "
+            "--plant"
+        )
+    arguments.is_whole = chosen in ([], ["all"])
+    arguments.part = arguments.part or PARTS
+    arguments.model = arguments.model or MODELS
+    arguments.attention = arguments.attention or ATTENTIONS
+    return arguments
+
+
+def main() -> int:
+    arguments = read_options()
     started_s, mesh = time.monotonic(), h200.make_mesh()
     if arguments.plant:
         faults = list(map(str, find_planted(arguments.plant, mesh)))
     else:
         faults = list(find_faults(arguments, mesh))
-        is_whole = (arguments.part, arguments.model, arguments.attention) == (
-            PARTS,
-            MODELS,
-            ATTENTIONS,
-        )
-        if is_whole and not arguments.all:
+        if arguments.is_whole and not arguments.all:
             tell_left_out()
     for fault in faults:
         print(f"FAULT {fault}")

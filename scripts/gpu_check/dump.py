@@ -16,6 +16,10 @@ COMMAND_BUFFER = "kCommandBuffer"  # XLA's name of a captured graph
 # `    005: kCustomKernel [prev=004 (1) | sink] gemm_fusion_dot_2 grid: [192, 1, 1] threads: ...`;
 # a loop or a condition names its parts in lines of their own, with what they run indented below.
 _THUNK = re.compile(r"^( *)\d+: (k\w+)(?: +\[.*?\] *(?:(\S+) grid: )?)?", re.MULTILINE)
+_SORT = re.compile(
+    r"^\s*(?:ROOT )?%?[\w.\-]+ = .*? (?:(?:sort|topk)\(|custom-call\(.*\"(?:__cub\$|\S*TopK))",
+    re.MULTILINE,
+)
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -69,6 +73,11 @@ def count_copies(hlo: str, shape: tuple[int, ...]) -> int:
     """Returns how often an optimized program copies an array of that shape, inside fusions too."""
     dims = ",".join(map(str, shape))
     return len(re.findall(rf"= \w+\[{dims}\]\S* copy\(", hlo))
+
+
+def count_sorts(hlo: str) -> int:
+    """Returns how often an optimized program sorts, by itself or in a library."""
+    return len(_SORT.findall(hlo))
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)

@@ -5,7 +5,14 @@ import enum
 from collections.abc import Iterator
 
 from jaxserve.runner.capture import MIN_GRAPH_LEN
-from scripts.gpu_check.dump import COMMAND_BUFFER, Compiled, Coverage, Resources, count_copies
+from scripts.gpu_check.dump import (
+    COMMAND_BUFFER,
+    Compiled,
+    Coverage,
+    Resources,
+    count_copies,
+    count_sorts,
+)
 
 
 class Kind(enum.Enum):
@@ -19,7 +26,9 @@ class Kind(enum.Enum):
     NOT_ONE_GRAPH = "not one captured graph"
     GRAPHS_MISREAD = "graphs are read wrongly"
     LOOPS = "loops"
+    SORTS = "sorts"
     MANY_KERNELS = "too many distinct kernels"
+    MANY_LAUNCHES = "too many launches"
     MANY_PROGRAMS = "too many programs a step"
 
 
@@ -38,6 +47,7 @@ class Limits:
 
     Attributes:
       kernels: distinct ones. Each is tuned and loaded on its own, so layers have to share theirs.
+      launches: kernels of one run; None where layers and rows make many. No program sorts.
       loops, conditions: as many as its code has, each inside the graph.
       pool_shapes: of the arrays of a layer's pool, which are never copied; none where a program has
         no pool.
@@ -45,6 +55,7 @@ class Limits:
 
     temp_bytes: int
     kernels: int
+    launches: int | None
     loops: int
     conditions: int
     pool_shapes: tuple[tuple[int, ...], ...]
@@ -77,6 +88,11 @@ def find_faults(compiled: Compiled, coverage: Coverage, limits: Limits) -> Itera
             f"{limits.loops} and {limits.conditions}"
         )
         yield Fault(kind=Kind.LOOPS, text=text)
+    if sorts := count_sorts(compiled.hlo):
+        yield Fault(kind=Kind.SORTS, text=f"{sorts}, where no program needs one")
+    if limits.launches is not None and coverage.num_launches > limits.launches:
+        text = f"{coverage.num_launches}, of at most {limits.launches}"
+        yield Fault(kind=Kind.MANY_LAUNCHES, text=text)
     if len(coverage.kernels) > limits.kernels:
         text = f"{len(coverage.kernels)}, of at most {limits.kernels}"
         yield Fault(kind=Kind.MANY_KERNELS, text=text)

@@ -18,7 +18,7 @@ from jax import numpy as jnp
 from jaxserve.kernels.paged_attention import Impl, paged_attention, triton
 from jaxserve.kernels.paged_attention.launch import Launch, find_launch
 from jaxserve.kernels.pool import Pool
-from jaxserve.model import layers, transformer
+from jaxserve.model import filter_passes, filters, layers, transformer
 from jaxserve.model.batch import TokenBatch
 from jaxserve.model.config import ModelConfig
 from jaxserve.model.params import Params
@@ -26,7 +26,9 @@ from jaxserve.model.transformer import embed
 from jaxserve.plan import Bucket
 from jaxserve.runner import programs, runner, steps
 from jaxserve.runner.batch import unpack
+from jaxserve.runner.buckets import OutputBucket
 from jaxserve.runner.capture import COMMAND_KINDS
+from scripts.gpu_check import programs as checked
 from scripts.gpu_check.faults import Fault, Kind
 from scripts.gpu_check.kernels import Call, check_kernels
 from scripts.gpu_check.programs import build_spec, check_program
@@ -68,6 +70,18 @@ def check_forward(
     _, keys = build_spec(model, attention=attention)
     largest = next(key for key in keys if isinstance(key.bucket, Bucket))
     return list(check_program(largest, mesh).faults)
+
+
+def check_output(mesh: jax.sharding.Mesh) -> list[Fault]:
+    """Returns the faults of the output that samples with filters."""
+    _, keys = build_spec(make_config("135m"), attention="triton")
+    full = next(
+        key
+        for key in keys
+        if isinstance(key.bucket, OutputBucket)
+        and (key.bucket.variant, key.bucket.rows) == ("full", key.spec.max_seqs)
+    )
+    return list(check_program(full, mesh).faults)
 
 
 def scanned_forward(
@@ -186,6 +200,16 @@ PLANTS = {
         put_in=narrow_launch,
         find=lambda mesh: list(check_kernels([_WIDE_CHUNK], mesh)),
         reason=Kind.SPILLS,
+    ),
+    "row_by_row": Plant(
+        put_in=lambda: mock.patch.object(checked, "choose_sampling", return_value="candidates"),
+        find=check_output,
+        reason=Kind.LOOPS,
+    ),
+    "sorted": Plant(
+        put_in=lambda: mock.patch.object(filter_passes, "find_best_ids", filters.find_best_ids),
+        find=check_output,
+        reason=Kind.SORTS,
     ),
     "forward_twice": Plant(
         put_in=forward_twice, find=lambda _: list(check_step()), reason=Kind.MANY_PROGRAMS

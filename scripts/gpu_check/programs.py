@@ -20,6 +20,7 @@ from jaxserve.runner import programs
 from jaxserve.runner.batch import COPY_WIDTH, SCORE_WIDTH, num_attention_rows
 from jaxserve.runner.buckets import OutputBucket, build_scheme
 from jaxserve.runner.capture import read_capture
+from jaxserve.runner.kernel_choice import choose_sampling
 from jaxserve.runner.programs import ProgramKey, program_keys
 from jaxserve.runner.spec import KvDtypeName, RunnerSpec
 from scripts.gpu_check import h200
@@ -53,7 +54,7 @@ def build_spec(
         max_logit_bias=config.limits.max_logit_bias,
         max_ban_ids=config.limits.max_stop_token_ids + MAX_EOS_IDS,
         max_logprobs=config.limits.max_logprobs,
-        kernels=Kernels(attention=attention),
+        kernels=Kernels(attention=attention, sampling=choose_sampling(config, platform="gpu")),
         batch_invariant=False,
         command_buffers=True,
     )
@@ -102,14 +103,17 @@ def find_limits(key: ProgramKey) -> Limits:
     product of few rows in up to eight parts: ten rows a token, but no more than 1,024 and two a
     token. Then what attention keeps: triton the partial sums of its programs; xla a block of K and
     V of each row, and its loop's sums, which every layer has a buffer of. Of an output: its
-    logits, for `full` three times.
+    logits, for `full` with two digits of mass and keys five times; of `score` logits and keys.
+
+    Launches of an output are bounded, because they are what small kernels cost: `full` has three
+    for each of 22 passes, and two for each id of the log-probabilities.
 
     Distinct kernels, however many layers: they share theirs. A layer has about 11, of which a chunk
     takes some of its own, and xla's loop 10 for each of its two calls; the rest are of the first
     and the last layer and of the step's arrays. `full` has each part of the sampler once or twice.
     """
     spec, model = key.spec, key.spec.model
-    loops, conditions, kernels, temp_bytes = 0, 0, 28, 1 << 20
+    loops, conditions, kernels, launches, temp_bytes = 0, 0, 28, None, 1 << 20
     match key.kind, key.bucket:
         case "forward", Bucket() as bucket:
             T, heads_size = bucket.num_tokens, model.num_heads * model.head_dim
@@ -126,18 +130,19 @@ def find_limits(key: ProgramKey) -> Limits:
                 loops = model.num_layers * (2 if has_chunks else 1)
                 kernels = 64 if has_chunks else 42
         case "output", OutputBucket() as output:
-            copies = 1
+            copies, launches = 1, 28
             if output.variant == "full":
-                # filters.py: rows whose threshold is sought, and bit by bit top-k's and top-p's
-                loops, conditions, kernels, copies = 3, 4, 84, 3
+                # filter_passes.py: top-k and top-p, each if a row has it; log-probabilities too
+                conditions, kernels, launches, copies = 3, 90, 180, 5
             temp_bytes += copies * output.rows * model.padded_vocab_size * 4
         case "score", None:
-            temp_bytes += SCORE_WIDTH * model.padded_vocab_size * 4
+            temp_bytes += 2 * SCORE_WIDTH * model.padded_vocab_size * 4
         case "page_copy", None:  # all pages are read before any is written
             temp_bytes += COPY_WIDTH * spec.page_bytes
     return Limits(
         temp_bytes=temp_bytes,
         kernels=kernels,
+        launches=launches,
         loops=loops,
         conditions=conditions,
         pool_shapes=find_pool_shapes(spec) if key.kind in HAS_POOL else (),

@@ -49,6 +49,7 @@ class Shape:
     dtype: str = "float32"
     attention: str = "xla"
     matmul: str = "xla"
+    filters: str = "candidates"
 
     @property
     def model(self) -> ModelConfig:
@@ -73,6 +74,7 @@ class Shape:
                     "forbid_recompile": True,
                     "attention": self.attention,
                     "matmul": self.matmul,
+                    "sampling": self.filters,
                 },
             }
         )

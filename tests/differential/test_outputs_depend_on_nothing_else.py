@@ -98,6 +98,7 @@ def run(runner_of: BuildRunner, case: Case) -> tuple[list[int], int]:
         dtype=str(case.get("dtype", PLAIN.dtype)),
         attention=str(case.get("attention", PLAIN.attention)),
         matmul=str(case.get("matmul", PLAIN.matmul)),
+        filters=str(case.get("filters", PLAIN.filters)),
     )
     config = shape.config
     config = config.model_copy(
@@ -125,6 +126,15 @@ def check(runner_of: BuildRunner, expected: dict[str, list[int]], case: Case) ->
     assert token_ids == expected[str(case["sampling"])]
     if case["preempt_at"] is not None and case["preempt_at"] < NUM_TOKENS - 1:  # type: ignore[operator]
         assert num_preemptions >= 1, "the case did not do what it is for"
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_filters_found_in_passes_change_no_token(
+    runner_of: BuildRunner, expected: dict[str, list[int]], sampling: str
+) -> None:
+    case: Case = {"sampling": sampling, "filters": "passes", "num_mates": 1, "overlap": True}
+    token_ids, _ = run(runner_of, case)
+    assert token_ids == expected[sampling]
 
 
 @pytest.mark.parametrize("case", covering_array(AXES), ids=case_id)

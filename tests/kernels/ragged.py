@@ -16,7 +16,7 @@ import pytest
 from jax import numpy as jnp
 
 from jaxserve.kernels.paged_attention import Impl, paged_attention, triton
-from jaxserve.kernels.paged_attention.launch import Launch
+from jaxserve.kernels.paged_attention.launch import BY_FORMULA, Cuts, Launch
 from jaxserve.kernels.pool import LARGEST, QuantizedPool
 from tests.oracle import oracle_attention
 
@@ -209,7 +209,16 @@ def random_cases(rng: random.Random, layout: Layout, *, page: int) -> list[Case]
 
 run = jax.jit(
     paged_attention,
-    static_argnames=("num_single_rows", "tile", "scale", "window", "soft_cap", "split_len", "impl"),
+    static_argnames=(
+        "num_single_rows",
+        "tile",
+        "scale",
+        "window",
+        "soft_cap",
+        "split_len",
+        "cuts",
+        "impl",
+    ),
 )
 
 
@@ -221,6 +230,7 @@ def attend(
     window: int | None = None,
     soft_cap: float | None = None,
     split_len: int | None = None,
+    cuts: Cuts = BY_FORMULA,
 ) -> np.ndarray:
     out_TNH = run(
         step.q_TNH,
@@ -235,6 +245,7 @@ def attend(
         window=window,
         soft_cap=soft_cap,
         split_len=split_len,
+        cuts=cuts,
     )
     return np.asarray(out_TNH)
 

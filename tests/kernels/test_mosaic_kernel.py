@@ -18,6 +18,8 @@ from jaxserve.kernels.paged_attention import mosaic, paged_attention
 from jaxserve.kernels.paged_attention.launch import (
     MAX_GRID,
     MAX_SPLITS,
+    Cut,
+    Cuts,
     Launch,
     find_mosaic_launch,
     find_mosaic_problem,
@@ -129,11 +131,20 @@ def test_splits_of_one_length_make_a_row_the_same_in_every_step() -> None:
 
 def test_a_caller_reaches_the_kernel_by_name() -> None:
     step = build(SHAPE, CASES)
-    for split_len in (None, 64):
-        out_TNH = attend(step, SMALL, impl="mosaic_interpret", split_len=split_len)
+    cut = Cut(rows=64, block_tokens=32, num_warps=4, num_stages=3, wanted_programs=12)
+    for split_len, cuts in ((None, Cuts()), (64, Cuts()), (None, Cuts(decode=cut))):
+        out_TNH = attend(step, SMALL, impl="mosaic_interpret", split_len=split_len, cuts=cuts)
         assert error_of(SHAPE, step, out_TNH) < TOLERANCE["bfloat16"]
     with pytest.raises(ShapeError, match="100 tokens is no whole number of blocks of 64"):
         attend(step, SMALL, impl="mosaic_interpret", split_len=100)
+
+
+def test_a_launch_of_other_rows_is_refused() -> None:
+    step = build(SHAPE, CASES)
+    for rows in (16, 128):
+        shape = dataclasses.replace(SHAPE, launch=dataclasses.replace(SHAPE.launch, rows=rows))
+        with pytest.raises(ShapeError, match=f"a launch of {rows} rows, but its products have 64"):
+            run(shape, step)
 
 
 def problem_of(

@@ -20,6 +20,8 @@ from jaxserve.kernels.paged_attention import paged_attention, triton
 from jaxserve.kernels.paged_attention.launch import (
     MAX_GRID,
     MAX_SPLITS,
+    Cut,
+    Cuts,
     Launch,
     check_launch,
     find_launch,
@@ -121,6 +123,39 @@ def test_the_splits_of_a_long_context_are_used_by_a_call_of_few_rows() -> None:
     assert launch_of(1, 1, 16).num_splits == 2  # 256 tokens: two blocks each
     assert launch_of(64, 1, 2048, split_len=1024).num_splits == 32
     assert launch_of(32, 16, 2048).rows == 64
+
+
+def test_a_measured_cut_is_taken_in_place_of_the_formulas() -> None:
+    cut = Cut(rows=32, block_tokens=128, num_warps=8, num_stages=3, wanted_programs=16)
+
+    def launch_of(Q: int, cuts: Cuts, split_len: int | None = None) -> Launch:
+        return find_launch(
+            Sized((2, Q, 32, 128), jnp.dtype("bfloat16")),
+            Sized((1000, 2, 8, 16, 128), jnp.dtype("bfloat16")),
+            Sized((2, 2048), jnp.dtype("int32")),
+            split_len=split_len,
+            cuts=cuts,
+        )
+
+    wanted = Launch(rows=32, block_tokens=128, num_warps=8, num_stages=3, num_splits=1)
+    assert launch_of(1, Cuts(decode=cut)) == wanted  # 2 rows of 8 heads are 16 programs already
+    more = dataclasses.replace(cut, wanted_programs=64)
+    assert launch_of(1, Cuts(decode=more)).num_splits == 4
+    assert launch_of(1, Cuts(decode=more), split_len=4096).num_splits == 8  # whatever is wanted
+    assert launch_of(16, Cuts(decode=cut)) == launch_of(16, Cuts())
+    assert launch_of(16, Cuts(chunk=cut)).block_tokens == 128
+    assert launch_of(1, Cuts(chunk=cut)) == launch_of(1, Cuts())
+
+
+@pytest.mark.parametrize("kind", ["decode", "chunk"])
+def test_a_callers_cut_reaches_the_kernel(kind: str) -> None:
+    step = build_step(CASES, LAYOUT, page=PAGE)
+    cut = Cut(rows=32, block_tokens=64, num_warps=4, num_stages=2, wanted_programs=64)
+    cuts = Cuts(**{kind: cut})
+    out_TNH = attend(step, LAYOUT, impl="triton_interpret", cuts=cuts)
+    assert largest_error(step, out_TNH) < TOLERANCE["float32"]
+    with pytest.raises(ShapeError, match="32 tokens is no whole number of blocks of 64"):
+        attend(step, LAYOUT, impl="triton_interpret", split_len=32, cuts=cuts)
 
 
 def test_what_the_backend_runs_wrongly_is_refused() -> None:

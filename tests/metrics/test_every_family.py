@@ -424,6 +424,7 @@ def test_what_runs_is_told_in_labels(device: Metrics) -> None:
     assert config.labels == {
         "model": "tiny", "architecture": "llama", "quantization": config.labels["quantization"],
         "dtype": "float32", "kv_dtype": "float32", "attention": "xla", "matmul": "xla",
+        "sampling": "candidates",
         "page_size": "4", "max_seqs": "4", "max_model_tokens": "64",
         "mechanisms": "continuous_batching,on_demand_pages,chunked_prefill,overlap,buckets,"
         "prefix_cache",

@@ -1,4 +1,5 @@
-"""Packs the reference sampler's rows into device arrays, and runs the compiled sampler."""
+"""Packs the reference sampler's rows into device arrays, and runs the compiled sampler, in each of
+its forms."""
 
 import functools
 from collections.abc import Sequence
@@ -47,7 +48,19 @@ def build_rows(rows: Sequence[Row], *, padded_vocab_size: int) -> SamplingRows:
     )
 
 
-run_sample = functools.partial(jax.jit, static_argnames=("vocab_size", "variant"))(sample)
+_jit = functools.partial(jax.jit, static_argnames=("vocab_size", "variant", "impl"))
+_sample = _jit(sample)
+
+
+def run_sample(*arguments: object, **options: object) -> Sampled:
+    """Returns what the CPU's form draws, after a GPU's has drawn the same tokens."""
+    sampled: Sampled = _sample(*arguments, **options, impl="candidates")
+    if options["variant"] == "full":
+        in_passes = _sample(*arguments, **options, impl="passes")
+        np.testing.assert_array_equal(in_passes.token_B, sampled.token_B)
+        np.testing.assert_array_equal(in_passes.is_finite_B, sampled.is_finite_B)
+        assert not in_passes.used_fallback
+    return sampled
 
 
 # Rows and ids are padded to a few sizes: compiling is what these tests cost.
@@ -75,7 +88,7 @@ def run(
     output_index_B = np.array([row.output_index for row in all_rows], np.int32)
     if output_index is not None:
         output_index_B[:] = output_index
-    sampled: Sampled = run_sample(
+    sampled = run_sample(
         padded_BV,
         cached_rows(all_rows, padded_vocab_size=V),
         output_index_B,

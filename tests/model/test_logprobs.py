@@ -7,26 +7,39 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ShapeError
+from jaxserve.kernels.choice import SamplingImpl
 from jaxserve.model.config import LOWEST_LOGPROB
 from jaxserve.model.logprobs import Logprobs, find_logprobs
 
 B = 24
 SIZES = [11, 64, 131, 8192]  # of one chunk, whole, padded, more chunks than alternatives
 
-_run = functools.partial(jax.jit, static_argnames=("vocab_size", "num_top"))(find_logprobs)
+_jit = functools.partial(jax.jit, static_argnames=("vocab_size", "num_top", "impl"))
+_run = _jit(find_logprobs)
 
 
 def run(logits_BV: np.ndarray, token_B: np.ndarray, *, num_top: int = 20) -> Logprobs:
-    """Pads real logits with what would win, were it looked at."""
+    """Pads real logits with what would win, were it looked at. Of what is finite a CPU's form and
+    a GPU's find the same, bit for bit."""
     num_rows, vocab_size = logits_BV.shape
     padded_BV = np.full((num_rows, -(-vocab_size // 64) * 64), 9e9, np.float32)
     padded_BV[:, vocab_size:][:, ::2] = np.nan
     padded_BV[:, :vocab_size] = logits_BV
-    found: Logprobs = _run(
-        padded_BV, token_B.astype(np.int32), vocab_size=vocab_size, num_top=num_top
-    )
-    on_host: Logprobs = jax.tree.map(np.asarray, found)
-    return on_host
+
+    def find(impl: SamplingImpl) -> Logprobs:
+        found: Logprobs = _run(
+            padded_BV, token_B.astype(np.int32), vocab_size=vocab_size, num_top=num_top, impl=impl
+        )
+        on_host: Logprobs = jax.tree.map(np.asarray, found)
+        return on_host
+
+    by_candidates, in_passes = find("candidates"), find("passes")
+    rows = np.isfinite(logits_BV).all(axis=1)
+    for name, leaf in vars(by_candidates).items():
+        assert np.isfinite(leaf).all(), name
+        real = (rows, slice(min(num_top, vocab_size))) if leaf.ndim == 2 else rows
+        np.testing.assert_array_equal(getattr(in_passes, name)[real], leaf[real], err_msg=name)
+    return in_passes
 
 
 def log_softmax(logits_BV: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ def draw(logits_BV: np.ndarray, rows: list[Row], is_allowed_BV: np.ndarray | Non
     """Returns what `full` draws from real logits [B, VOCAB]; the padding would win."""
     padded_BV = np.full((B, PADDED), 9e9, np.float32)
     padded_BV[:, :VOCAB] = logits_BV
-    sampled: Sampled = run_sample(
+    return run_sample(
         padded_BV,
         build_rows(rows, padded_vocab_size=PADDED),
         np.array([row.output_index for row in rows], np.int32),
@@ -36,7 +36,6 @@ def draw(logits_BV: np.ndarray, rows: list[Row], is_allowed_BV: np.ndarray | Non
         variant="full",
         mask_BW=None if is_allowed_BV is None else pack(is_allowed_BV),
     )
-    return sampled
 
 
 ROWS = [

@@ -385,6 +385,6 @@ def test_odd_shapes_are_refused_by_name() -> None:
     rows = build_rows([Row()], padded_vocab_size=64)
     index_B = jnp.zeros(1, jnp.int32)
     with pytest.raises(ShapeError, match="logits_BV has 11 ids, not a multiple of 64"):
-        sample(jnp.zeros((1, 11)), rows, index_B, vocab_size=11, variant="plain")
+        sample(jnp.zeros((1, 11)), rows, index_B, vocab_size=11, variant="plain", impl="passes")
     with pytest.raises(ShapeError, match=r"output_index_B: B is 1 in \(1,\), expected 2"):
-        sample(jnp.zeros((2, 64)), rows, index_B, vocab_size=11, variant="plain")
+        sample(jnp.zeros((2, 64)), rows, index_B, vocab_size=11, variant="plain", impl="passes")

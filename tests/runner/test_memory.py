@@ -155,15 +155,6 @@ def test_a_refused_allocation_is_a_lack_of_capacity() -> None:
             raise jax.errors.JaxRuntimeError("INTERNAL: ours")
 
 
-def test_a_platform_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def assert_as_jax_does() -> str:
-        raise AssertionError
-
-    monkeypatch.setattr(jax, "default_backend", assert_as_jax_does)
-    with pytest.raises(CapacityError, match="no device to run on: none was found; unset JAX_PLAT"):
-        memory.find_platform()
-
-
 def test_a_cpu_pool_is_one_gibibyte() -> None:
     assert memory.free_device_bytes(None, needed_bytes=0) == GIB
 

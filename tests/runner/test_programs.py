@@ -22,7 +22,7 @@ from jaxserve.plan import Bucket
 from jaxserve.runner.batch import SCORE_WIDTH
 from jaxserve.runner.buckets import OutputBucket, Reach
 from jaxserve.runner.compile_cache import persistent_cache, versioned_folder
-from jaxserve.runner.kernel_choice import choose_attention
+from jaxserve.runner.kernel_choice import choose_attention, choose_sampling
 from jaxserve.runner.programs import (
     ProgramKey,
     Programs,
@@ -51,6 +51,7 @@ CHANGES_PROGRAMS: dict[str, object] = {
     "buckets.chunk_tile": 8,
     "buckets.capture": False,
     "runner.attention": "reference",
+    "runner.sampling": "passes",
     "runner.batch_invariant": True,
     "limits.max_logit_bias": 6,
     "limits.max_stop_token_ids": 3,
@@ -106,7 +107,9 @@ def _sizes(
         config,
         dtypes=(model_dtype, kv_dtype),
         kernels=Kernels(
-            attention=choose_attention(config, has_native=False, platform="cpu"), matmul=matmul
+            attention=choose_attention(config, has_native=False, platform="cpu"),
+            matmul=matmul,
+            sampling=choose_sampling(config, platform="cpu"),
         ),
         programs=Programs(Metrics()),
         compile_keys=compile_nothing,

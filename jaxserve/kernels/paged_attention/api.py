@@ -8,6 +8,7 @@ from jax import numpy as jnp
 
 from jaxserve.errors import ShapeError
 from jaxserve.kernels.paged_attention import native, reference, xla
+from jaxserve.kernels.paged_attention.launch import BY_FORMULA, Cuts
 from jaxserve.kernels.pool import LARGEST, Pool, QuantizedPool
 from jaxserve.shapes import check_shapes
 
@@ -47,6 +48,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     split_len: int | None = None,
+    cuts: Cuts = BY_FORMULA,
     impl: Impl,
 ) -> jax.Array:
     """Returns ``out_TNH`` in q's dtype; queries that are padding give 0.
@@ -74,6 +76,7 @@ def paged_attention(
       scale: factor on q·k, before the soft cap.
       split_len: where an implementation sums a row's keys in shares, their length in tokens. Given,
         a row's bits depend on its own length alone; None lets a step's shape decide.
+      cuts: of a GPU kernel's work, where they were found by measuring.
       impl: chosen once by the runner at start-up. There is no silent fallback.
 
     Raises:
@@ -104,7 +107,7 @@ def paged_attention(
             raise ShapeError(f"{name} must be int32, got {array.dtype}")
 
     attend = functools.partial(
-        _attend_of(impl, split_len), scale=scale, window=window, soft_cap=soft_cap
+        _attend_of(impl, split_len, cuts), scale=scale, window=window, soft_cap=soft_cap
     )
     B, N, H = num_single_rows, sizes["N"], sizes["H"]
     parts = []
@@ -135,7 +138,7 @@ def _check_scales(kv_C2KRH: Pool) -> None:
         )
 
 
-def _attend_of(impl: Impl, split_len: int | None) -> Attend:
+def _attend_of(impl: Impl, split_len: int | None, cuts: Cuts) -> Attend:
     match impl:
         case "reference":
             return reference.attend
@@ -148,11 +151,17 @@ def _attend_of(impl: Impl, split_len: int | None) -> Attend:
             from jaxserve.kernels.paged_attention import triton
 
             return functools.partial(
-                triton.attend, split_len=split_len, interpret=impl == "triton_interpret"
+                triton.attend,
+                split_len=split_len,
+                cuts=cuts,
+                interpret=impl == "triton_interpret",
             )
         case "mosaic" | "mosaic_interpret":
             from jaxserve.kernels.paged_attention import mosaic
 
             return functools.partial(
-                mosaic.attend, split_len=split_len, interpret=impl == "mosaic_interpret"
+                mosaic.attend,
+                split_len=split_len,
+                cuts=cuts,
+                interpret=impl == "mosaic_interpret",
             )

@@ -24,7 +24,9 @@ MAX_BYTE_POOL = 2**31
 # and where Hopper's own wide form begins.
 MIN_ROWS, MAX_ROWS = 16, 64
 
-# What the Mosaic kernel is written for: tiles of 32 or 64 lanes, pages that are whole tiles.
+# What the Mosaic kernel is written for: WGMMA, which no compute capability but 9 has; tiles of 32
+# or 64 lanes, pages that are whole tiles.
+MOSAIC_CAPABILITY = "9"
 MOSAIC_HEAD_DIMS = (64, 96, 128, 256)
 MOSAIC_MIN_PAGE = 16
 # Queries of float32 are three of bfloat16: of 256 lanes that spilled 280 bytes of registers.
@@ -39,12 +41,42 @@ class HasDtype(HasShape, Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Launch:
-    """The cut of one call.
+class Cut:
+    """How the calls of a kernel are cut into programs, whatever their rows and lengths.
 
     Attributes:
       rows: (query, head) pairs of a program; a power of two.
       block_tokens: keys of one turn of its loop; a power of two.
+      wanted_programs: the keys of each row are shared out until a call has about so many programs.
+    """
+
+    rows: int
+    block_tokens: int
+    num_warps: int
+    num_stages: int
+    wanted_programs: int = WANTED_PROGRAMS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cuts:
+    """Of the calls of one query a row, and of those of chunks; None is by the formulas here."""
+
+    decode: Cut | None = None
+    chunk: Cut | None = None
+
+    def of(self, num_queries: int) -> Cut | None:
+        return self.decode if num_queries == 1 else self.chunk
+
+
+BY_FORMULA = Cuts()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The cut of one call, by its rows and lengths too.
+
+    Attributes:
+      rows, block_tokens, num_warps, num_stages: as in `Cut`.
       num_splits: programs that share a row's keys, evenly by its own length. 1 writes the output
         directly; more leave parts that are combined afterwards.
       split_len: tokens of each split instead, a whole number of blocks: a row's arithmetic is then
@@ -65,14 +97,22 @@ def find_launch(
     page_table_XP: HasShape,
     *,
     split_len: int | None = None,
+    cuts: Cuts = BY_FORMULA,
 ) -> Launch:
     """Returns the launch for a call's shapes.
 
     Args:
       split_len: tokens of a split, where they must not depend on the step.
+      cuts: what was found to be faster than the formula.
     """
-    X, Q, N, H = q_XQNH.shape
-    K, R = kv_C2KRH.shape[2:4]
+    cut = cuts.of(q_XQNH.shape[1]) or plan_cut(q_XQNH, kv_C2KRH)
+    return _split_up(cut, q_XQNH, kv_C2KRH, page_table_XP, split_len=split_len)
+
+
+def plan_cut(q_XQNH: HasDtype, kv_C2KRH: HasDtype) -> Cut:
+    """Returns how the Triton kernel's calls are cut, by formula."""
+    _, Q, N, H = q_XQNH.shape
+    K = kv_C2KRH.shape[2]
     rows = min(max(power_of_two(N // K * Q), MIN_ROWS), MAX_ROWS)
     if kv_C2KRH.dtype == np.float32:
         # Multiplied without tensor cores, where every operand passes through registers.
@@ -82,13 +122,7 @@ def find_launch(
             rows = MIN_ROWS
         block_tokens = 64 if H <= 128 else 32
         num_warps = 8 if rows == MAX_ROWS and H > 128 else 4
-    launch = Launch(rows=rows, block_tokens=block_tokens, num_warps=num_warps, num_stages=2)
-    return _split_up(
-        launch,
-        num_programs=X * -(-(N // K * Q) // rows) * K,
-        num_tokens=page_table_XP.shape[1] * R,
-        split_len=split_len,
-    )
+    return Cut(rows=rows, block_tokens=block_tokens, num_warps=num_warps, num_stages=2)
 
 
 def find_split_len(num_tokens: int) -> int:
@@ -103,33 +137,46 @@ def find_mosaic_launch(
     page_table_XP: HasShape,
     *,
     split_len: int | None = None,
+    cuts: Cuts = BY_FORMULA,
 ) -> Launch:
-    """Returns the launch of the Mosaic kernel: a warpgroup, and the 64 rows of its products."""
-    X, Q, N, H = q_XQNH.shape
-    K, R = kv_C2KRH.shape[2:4]
-    block_tokens = 64 if H <= 128 else 32
-    return _split_up(
-        Launch(rows=MAX_ROWS, block_tokens=block_tokens, num_warps=4, num_stages=2),
-        num_programs=X * -(-(N // K * Q) // MAX_ROWS) * K,
-        num_tokens=page_table_XP.shape[1] * R,
-        split_len=split_len,
-    )
+    """Returns the launch of the Mosaic kernel; the arguments are those of `find_launch`."""
+    cut = cuts.of(q_XQNH.shape[1]) or plan_mosaic_cut(q_XQNH)
+    return _split_up(cut, q_XQNH, kv_C2KRH, page_table_XP, split_len=split_len)
+
+
+def plan_mosaic_cut(q_XQNH: HasShape) -> Cut:
+    """Returns how the Mosaic kernel's calls are cut, by formula: for a warpgroup, and the 64 rows
+    of its products."""
+    block_tokens = 64 if q_XQNH.shape[3] <= 128 else 32
+    return Cut(rows=MAX_ROWS, block_tokens=block_tokens, num_warps=4, num_stages=2)
 
 
 def _split_up(
-    launch: Launch, *, num_programs: int, num_tokens: int, split_len: int | None
+    cut: Cut,
+    q_XQNH: HasShape,
+    kv_C2KRH: HasShape,
+    page_table_XP: HasShape,
+    *,
+    split_len: int | None,
 ) -> Launch:
-    """Returns the launch with splits: of the length asked, or to keep all processors busy.
-
-    Args:
-      num_programs: of the call without splits.
-      num_tokens: of a page table.
-    """
+    """Returns the launch of a cut: with splits of the length asked, or to have enough programs."""
+    X, Q, N, _ = q_XQNH.shape
+    K, R = kv_C2KRH.shape[2:4]
+    num_programs = X * -(-(N // K * Q) // cut.rows) * K
+    num_tokens = page_table_XP.shape[1] * R
     if split_len is not None:
         num_splits = -(-num_tokens // split_len)
-        return dataclasses.replace(launch, num_splits=num_splits, split_len=split_len)
-    num_splits = min(WANTED_PROGRAMS // num_programs, num_tokens // (2 * launch.block_tokens))
-    return dataclasses.replace(launch, num_splits=max(1, min(num_splits, MAX_SPLITS)))
+    else:
+        num_splits = min(cut.wanted_programs // num_programs, num_tokens // (2 * cut.block_tokens))
+        num_splits = max(1, min(num_splits, MAX_SPLITS))
+    return Launch(
+        rows=cut.rows,
+        block_tokens=cut.block_tokens,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        num_splits=num_splits,
+        split_len=split_len,
+    )
 
 
 def find_mosaic_problem(

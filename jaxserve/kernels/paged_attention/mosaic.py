@@ -11,6 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.errors import ShapeError
 from jaxserve.kernels.paged_attention.launch import (
+    BY_FORMULA,
+    MAX_ROWS,
+    Cuts,
     Launch,
     check_launch,
     find_mosaic_launch,
@@ -68,6 +71,7 @@ def attend(
     window: int | None,
     soft_cap: float | None,
     split_len: int | None = None,
+    cuts: Cuts = BY_FORMULA,
     launch: Launch | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> jax.Array:
@@ -79,11 +83,12 @@ def attend(
 
     Args:
       split_len: tokens of a share of the keys; None goes by the call's shape.
-      launch: how to cut the work; None looks it up.
+      cuts: as `find_launch` takes them.
+      launch: how to cut the work, in place of all that.
       interpret: on a CPU, one program after another, by jax's simulation of a GPU's memories.
 
     Raises:
-      ShapeError: see `find_mosaic_problem` and `check_launch`.
+      ShapeError: see `find_mosaic_problem` and `check_launch`; or a launch of other rows.
     """
     X, Q, N, H = q_XQNH.shape
     C, _, K, R, _ = kv_C2KRH.shape
@@ -92,8 +97,14 @@ def attend(
     )
     if problem:
         raise ShapeError(f"mosaic: {problem}")
-    launch = launch or find_mosaic_launch(q_XQNH, kv_C2KRH, page_table_XP, split_len=split_len)
+    launch = launch or find_mosaic_launch(
+        q_XQNH, kv_C2KRH, page_table_XP, split_len=split_len, cuts=cuts
+    )
     check_launch(launch, kv_C2KRH)
+    if launch.rows != MAX_ROWS:
+        raise ShapeError(
+            f"mosaic: a launch of {launch.rows} rows, but its products have {MAX_ROWS}"
+        )
     stored_C2KRH, _ = split_pool(kv_C2KRH)  # bfloat16, which has no scales
     splits, num_pairs = launch.num_splits, N // K * Q
     num_rows = -(-num_pairs // TILE_ROWS) * TILE_ROWS

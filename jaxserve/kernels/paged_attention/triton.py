@@ -14,7 +14,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jaxserve.kernels.dot import dot, wider_dtype
-from jaxserve.kernels.paged_attention.launch import Launch, check_launch, find_launch, power_of_two
+from jaxserve.kernels.paged_attention.launch import (
+    BY_FORMULA,
+    Cuts,
+    Launch,
+    check_launch,
+    find_launch,
+    power_of_two,
+)
 from jaxserve.kernels.paged_attention.splits import combine_splits, share_of_blocks
 from jaxserve.kernels.paged_attention.xla import LOWEST, Carry
 from jaxserve.kernels.pool import Pool, as_numbers, split_pool
@@ -39,6 +46,7 @@ def attend(
     window: int | None,
     soft_cap: float | None,
     split_len: int | None = None,
+    cuts: Cuts = BY_FORMULA,
     launch: Launch | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -54,7 +62,8 @@ def attend(
 
     Args:
       split_len: tokens of a share of the keys; None goes by the call's shape.
-      launch: how to cut the work; None looks it up.
+      cuts: as `find_launch` takes them.
+      launch: how to cut the work, in place of all that.
       interpret: on a CPU, as plain XLA operations, one program after another.
 
     Raises:
@@ -62,7 +71,7 @@ def attend(
     """
     X, Q, N, H = q_XQNH.shape
     K = kv_C2KRH.shape[2]
-    launch = launch or find_launch(q_XQNH, kv_C2KRH, page_table_XP, split_len=split_len)
+    launch = launch or find_launch(q_XQNH, kv_C2KRH, page_table_XP, split_len=split_len, cuts=cuts)
     check_launch(launch, kv_C2KRH)
     splits = launch.num_splits
     out_shapes = [jax.ShapeDtypeStruct((X, Q, N, H), q_XQNH.dtype)]
