@@ -70,7 +70,7 @@ SHAPES = {
     "float8, fixed splits": Shape(
         page=64,
         kv_dtype="float8_e4m3fn",
-        launch=dataclasses.replace(LAUNCH, rows=32, num_splits=5, split_len=32),
+        launch=dataclasses.replace(LAUNCH, rows=32, num_splits=18, split_len=32),
     ),
 }
 on_every_shape = pytest.mark.parametrize(

@@ -41,7 +41,6 @@ KINDS = [
     pytest.param(("xla", "xla", "bfloat16", "float8_e4m3fn"), id="xla-bfloat16-float8"),
     pytest.param(("reference", "xla", "float32", "auto"), id="reference-float32"),
     pytest.param(("triton", "xla", "float32", "auto"), id="triton-float32"),
-    pytest.param(("triton", "xla", "bfloat16", "int8"), id="triton-bfloat16-int8"),
     pytest.param(
         ("native", "xla", "float32", "auto"), id="native-float32", marks=pytest.mark.native
     ),
