@@ -9,7 +9,7 @@ from typing import Literal, Protocol, Self
 from jaxserve.engine.events import ChoiceFinished, Delta, Event, Finished, Started
 from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.engine.unread import TOKEN_BYTES, Unread, UnreadTotal, logprobs_bytes
-from jaxserve.engine.waker import Waker
+from jaxserve.engine.waker import Waiter, Waker
 from jaxserve.errors import JaxserveError
 from jaxserve.plan import TokenLogprobs
 
@@ -62,7 +62,8 @@ class Stream:
         max_bytes: unread output that is kept; one put more ends the request.
         decoders: of each choice, run by the reader over tokens that came without text; None where
           all have text.
-        waker: told of a waiting task at each event; flushed by the engine.
+        waker: told of a waiting task at each event; flushed by the engine. Output behind the first
+          may wait for others' turns.
         on_cancel: called at most once, by any thread, and never after the end.
         total: told of all that is put.
         """
@@ -90,7 +91,9 @@ class Stream:
         self._is_given_up = False
         self._is_cancelled = False
         self._on_end: Callable[[], None] | None = None
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._has_output = False  # some has been put
+        self._waiter: Waiter | None = None
+        self._is_in_turn = False  # the waiter, with the waker
         self._has_sleeper = False  # a thread, which waits for _changed
         # the reader's own
         self._has_read_start = False
@@ -160,7 +163,11 @@ class Stream:
                 unread.texts.append(text)
             self._ready[index] = None
             self._note(num_bytes)
-            self._wake()
+            if self._has_output:
+                self._wake_in_turn(now_s)
+            else:
+                self._has_output = True
+                self._wake()
         return True
 
     def finish_choice(self, end: ChoiceFinished, *, last_text: str = "") -> None:
@@ -211,12 +218,21 @@ class Stream:
             self._total.note(num_bytes)
 
     def _wake(self) -> None:
+        self._wake_sleeper()
+        if self._waiter is not None:
+            self._waker.wake(self._waiter)
+            self._waiter = None
+
+    def _wake_in_turn(self, now_s: float) -> None:
+        self._wake_sleeper()
+        if self._waiter is not None and not self._is_in_turn:
+            self._is_in_turn = True
+            self._waker.wake_in_turn(self._waiter, now_s)
+
+    def _wake_sleeper(self) -> None:
         if self._has_sleeper:
             self._has_sleeper = False
             self._changed.notify_all()
-        if self._waiter is not None:
-            self._waker.add(self._waiter)
-            self._waiter = None
 
     # the reader's side
 
@@ -297,7 +313,7 @@ class Stream:
                 return None
             loop = asyncio.get_running_loop()
             future: asyncio.Future[None] = loop.create_future()
-            self._waiter = (loop, future)
+            self._waiter, self._is_in_turn = Waiter(loop, future), False
             return future
 
     def _take(self) -> Event:
