@@ -1,8 +1,10 @@
 """Wakes tasks of event loops from the engine thread."""
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Final
@@ -15,51 +17,62 @@ MAX_HOLD_S: Final = 0.02  # what a turn may be waited for
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Waiter:
-    """A task that waits for a stream. It may have gone: its future is done then."""
+    """A task that waits for a stream. It may have gone: its future is done then.
+
+    Attributes:
+      is_due: woken, or by the next flush.
+    """
 
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[None]
+    is_due: bool = False
 
 
 class Waker:
     """Wakes the tasks that wait for streams: all of one event loop with one call.
 
     A call into a loop from another thread writes to a socket, which costs more than all else that a
-    token costs here. The engine thread alone uses it, and flushes before it waits for anything.
+    token costs here. The engine thread alone uses it, but for `join`, and flushes before it waits
+    for anything.
 
     Who waits for a start or an end is woken by the next flush. Who waits for more of the same has
-    turns, first come, first served, and finds there what has come meanwhile: one message. Nobody is
-    left waiting for a turn longer than `MAX_HOLD_S`, as far as can be told: the next step is taken
-    to be as long as the last one. So with slow steps each has a turn in every one, and who meets
-    a sudden slow one has waited for it anyway, by `MAX_HOLD_S` less.
+    turns, first come, first served, and finds there what has come meanwhile: one message. From the
+    first flush that might have been its own nobody waits longer than `MAX_HOLD_S`, as far as can be
+    told: the next step is taken to be as long as the last one. So with slow steps each has a turn
+    in every one, and who meets a sudden slow one has waited for it anyway, by `MAX_HOLD_S` less.
+
+    Attributes:
+      is_crowded: not all had their turn in the last step.
     """
 
     def __init__(self) -> None:
-        self._due: dict[Waiter, None] = {}
-        self._in_turn: dict[Waiter, float] = {}  # since when there is something for them
+        self.is_crowded = False
+        self._due: list[Waiter] = []
+        self._new: collections.deque[Waiter] = collections.deque()  # since the last flush
+        self._in_turn: dict[Waiter, float] = {}  # since when, in that order
         self._turn_s = -math.inf
 
     @property
     def num_in_turn(self) -> int:
-        return len(self._in_turn)
+        return len(self._in_turn) + sum(not waiter.is_due for waiter in self._new)
 
     def wake(self, waiter: Waiter) -> None:
         """Has a task woken by the next flush of any kind."""
-        self._in_turn.pop(waiter, None)
-        self._due[waiter] = None
+        if not waiter.is_due:
+            waiter.is_due = True
+            self._in_turn.pop(waiter, None)
+            self._due.append(waiter)
 
-    def wake_in_turn(self, waiter: Waiter, since_s: float) -> None:
-        """Has a task woken in its turn.
-
-        Args:
-          since_s: when there was something for it; never before that of an earlier call.
-        """
-        self._in_turn[waiter] = since_s
+    def join(self, waiter: Waiter) -> None:
+        """Has a task woken in its turn; any thread may call it, while there are flushes to come."""
+        self._new.append(waiter)
 
     def flush(self) -> None:
         """Wakes all: nothing more comes for now."""
-        self._due.update(dict.fromkeys(self._in_turn))
-        self._in_turn.clear()
+        self._take_new(self._turn_s)
+        for waiter in list(self._in_turn):
+            self.wake(waiter)
+        self.is_crowded = False
         self.flush_due()
 
     def flush_turns(self, now_s: float) -> int:
@@ -67,18 +80,22 @@ class Waker:
         left waiting. To be called once a step."""
         step_s, self._turn_s = now_s - self._turn_s, now_s
         overdue_s = now_s + step_s - MAX_HOLD_S  # since before then: too long by the next step
+        self._take_new(now_s)
         num_turns = 0
         for waiter, since_s in list(self._in_turn.items()):
             if num_turns >= MAX_WAKES and since_s >= overdue_s:
                 break
             num_turns += not waiter.future.done()
             self.wake(waiter)
+        self.is_crowded = bool(self._in_turn)
         self.flush_due()
         return len(self._in_turn)
 
     def flush_due(self) -> None:
         """Wakes those that wait for no turn."""
-        due, self._due = self._due, {}
+        if not self._due:
+            return
+        due, self._due = self._due, []
         by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         for waiter in due:
             by_loop.setdefault(waiter.loop, []).append(waiter.future)
@@ -86,6 +103,12 @@ class Waker:
             # a closed loop has no reader left; its tasks' own ends cancel the requests
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_resolve, futures)
+
+    def _take_new(self, now_s: float) -> None:
+        for _ in itertools.repeat(None, len(self._new)):  # others may join meanwhile
+            waiter = self._new.popleft()
+            if not waiter.is_due:
+                self._in_turn[waiter] = now_s
 
 
 def _resolve(futures: Iterable[asyncio.Future[None]]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -65,7 +66,7 @@ def test_each_of_four_times_as_many_is_woken_once_in_four_steps_and_the_first_fi
         waker.flush_turns(0.0)
         waiters = waiters_of(loop, 4 * MAX_WAKES)
         for waiter in waiters:
-            waker.wake_in_turn(waiter, STEP_S)
+            waker.join(waiter)
         for step in range(1, 5):
             left = waker.flush_turns(step * STEP_S)
             assert woken(waiters) == list(range(step * MAX_WAKES))
@@ -79,11 +80,11 @@ def test_who_comes_back_is_behind_those_that_wait() -> None:
         waker.flush_turns(0.0)
         first, second = waiters_of(loop, MAX_WAKES), waiters_of(loop, MAX_WAKES)
         for waiter in (*first, *second):
-            waker.wake_in_turn(waiter, STEP_S)
+            waker.join(waiter)
         waker.flush_turns(STEP_S)
         again = waiters_of(loop, MAX_WAKES)
         for waiter in again:
-            waker.wake_in_turn(waiter, 2 * STEP_S)
+            waker.join(waiter)
         waker.flush_turns(2 * STEP_S)
         assert (len(woken(second)), woken(again)) == (MAX_WAKES, [])
 
@@ -95,7 +96,7 @@ def test_as_many_as_have_a_turn_in_a_step_are_never_left(step_s: float) -> None:
         for step in range(5):
             waiters = waiters_of(loop, MAX_WAKES)
             for waiter in waiters:
-                waker.wake_in_turn(waiter, step * step_s)
+                waker.join(waiter)
             assert waker.flush_turns(step * step_s) == 0
             assert len(woken(waiters)) == MAX_WAKES
 
@@ -107,7 +108,7 @@ def test_with_steps_longer_than_the_bound_all_are_woken_in_each() -> None:
         waker.flush_turns(0.0)
         waiters = waiters_of(loop, 5 * MAX_WAKES)
         for waiter in waiters:
-            waker.wake_in_turn(waiter, step_s)
+            waker.join(waiter)
         assert waker.flush_turns(step_s) == 0
         assert len(woken(waiters)) == 5 * MAX_WAKES
 
@@ -120,7 +121,7 @@ def test_who_would_wait_too_long_by_the_next_step_is_woken_beyond_the_number() -
         early, late = waiters_of(loop, 5 * MAX_WAKES), waiters_of(loop, 5 * MAX_WAKES)
         for step, waiters in ((1, early), (2, late)):
             for waiter in waiters:
-                waker.wake_in_turn(waiter, step * step_s)
+                waker.join(waiter)
             waker.flush_turns(step * step_s)
         assert (len(woken(early)), woken(late)) == (2 * MAX_WAKES, [])
         waker.flush_turns(3 * step_s)
@@ -133,7 +134,7 @@ def test_who_is_due_is_woken_at_once_and_takes_nobodys_turn() -> None:
         waker.flush_turns(0.0)
         waiters = waiters_of(loop, 2 * MAX_WAKES)
         for waiter in waiters:
-            waker.wake_in_turn(waiter, STEP_S)
+            waker.join(waiter)
         waker.wake(waiters[-1])  # its end has come
         waker.flush_due()
         assert woken(waiters) == [2 * MAX_WAKES - 1]
@@ -147,7 +148,7 @@ def test_who_has_gone_takes_nobodys_turn() -> None:
         waker.flush_turns(0.0)
         waiters = waiters_of(loop, MAX_WAKES + 2)
         for waiter in waiters:
-            waker.wake_in_turn(waiter, STEP_S)
+            waker.join(waiter)
         for waiter in waiters[:2]:
             waiter.future.cancel()
         assert waker.flush_turns(STEP_S) == 0
@@ -159,9 +160,140 @@ def test_all_are_woken_where_nothing_more_comes() -> None:
         waker.flush_turns(0.0)
         waiters = waiters_of(loop, 3 * MAX_WAKES)
         for waiter in waiters:
-            waker.wake_in_turn(waiter, STEP_S)
+            waker.join(waiter)
         waker.flush()
         assert (len(woken(waiters)), waker.num_in_turn) == (3 * MAX_WAKES, 0)
+
+
+@pytest.mark.asyncio
+async def test_who_is_behind_waits_for_its_turn_too_and_for_no_start_or_end() -> None:
+    waker = Waker()
+    streams = [build_stream(waker) for _ in range(2)]
+    got: list[list[int]] = [[] for _ in streams]
+    gate = asyncio.Event()
+
+    async def read(place: int) -> None:
+        async for event in streams[place]:
+            if isinstance(event, Delta):
+                got[place].append(len(event.token_ids))
+            await gate.wait()
+
+    async def step(now_s: float) -> int:
+        left = waker.flush_turns(now_s)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return left
+
+    tasks = [asyncio.create_task(read(place)) for place in range(2)]
+    for stream in streams:
+        stream.start()
+        stream.put(1, now_s=0.0, text="")
+    await step(0.0)  # each has its start, and is held up by its client
+    waker.is_crowded = True
+    gate.set()
+    await step(STEP_S)
+    assert got == [[1], [1]]  # the first output waits for nobody
+    gate.clear()
+    for stream in streams:
+        stream.put(2, now_s=STEP_S, text="")
+    await step(2 * STEP_S)
+    assert got == [[1, 1], [1, 1]]
+    for stream in streams:
+        stream.put(3, now_s=2 * STEP_S, text="")
+    waker.is_crowded = True
+    gate.set()
+    await asyncio.sleep(0)
+    assert got == [[1, 1], [1, 1]]  # what is there waits for a turn
+    streams[0].put(4, now_s=2 * STEP_S, text="")
+    streams[0].finish(FINISHED)
+    waker.flush_due()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert got == [[1, 1, 2], [1, 1]]
+    assert await step(3 * STEP_S) == 0
+    assert got == [[1, 1, 2], [1, 1, 1]]
+    streams[1].finish(FINISHED)
+    waker.flush_due()
+    await asyncio.gather(*tasks)
+
+
+@pytest.mark.asyncio
+async def test_a_turn_is_for_all_choices_that_have_something() -> None:
+    waker = Waker()
+    stream = build_stream(waker)
+    got: list[int] = []
+
+    async def read() -> None:
+        async for event in stream:
+            if isinstance(event, Delta):
+                got.append(event.index)
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    stream.start()
+    for number in range(3):
+        for index in range(2):
+            stream.put(number, now_s=number * STEP_S, text="", index=index)
+        waker.flush_turns(number * STEP_S)
+        waker.is_crowded = True
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert got == [0, 1] * (number + 1)
+    stream.finish(FINISHED)
+    waker.flush()
+    await task
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(5))
+async def test_readers_that_fall_behind_get_all_in_as_many_messages_as_there_are_turns(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waker_module, "MAX_WAKES", 3)
+    chance = random.Random(seed)
+    waker = Waker()
+    streams = [build_stream(waker) for _ in range(10)]
+    got: list[list[int]] = [[] for _ in streams]
+    num_steps = 60
+
+    async def read(place: int) -> None:
+        async for event in streams[place]:
+            if isinstance(event, Delta):
+                got[place] += event.token_ids
+                messages.append(place)
+            for _ in range(chance.randint(0, 8)):
+                await asyncio.sleep(0)
+
+    messages: list[int] = []
+    tasks = [asyncio.create_task(read(place)) for place in range(len(streams))]
+    for stream in streams:
+        stream.start()
+    for number in range(num_steps):
+        for stream in streams:
+            stream.put(number, now_s=number * STEP_S, text="")
+        waker.flush_turns(number * STEP_S)
+        for _ in range(chance.randint(0, 12)):
+            await asyncio.sleep(0)
+    assert len(messages) <= 4 * num_steps  # some are overdue; without turns 7 a step
+    assert all(got)
+    for stream in streams:
+        stream.finish(FINISHED)
+    waker.flush()
+    await asyncio.gather(*tasks)
+    assert got == [list(range(num_steps))] * len(streams)
+    assert waker.num_in_turn == 0
+
+
+def build_stream(waker: Waker) -> Stream:
+    return Stream(
+        request_id="a",
+        prompt_tokens=1,
+        max_bytes=1 << 20,
+        decoders=[None, None],
+        waker=waker,
+        on_cancel=lambda: None,
+        reader=ReaderAccount(Metrics(), lambda: 0.0, times_decoding=False),
+    )
 
 
 def test_each_event_loop_has_its_own_and_turns_are_of_all_together() -> None:
@@ -170,7 +302,7 @@ def test_each_event_loop_has_its_own_and_turns_are_of_all_together() -> None:
         waker.flush_turns(0.0)
         pairs = [(waiters_of(one, 1)[0], waiters_of(other, 1)[0]) for _ in range(MAX_WAKES)]
         for waiter in (waiter for pair in pairs for waiter in pair):
-            waker.wake_in_turn(waiter, STEP_S)
+            waker.join(waiter)
         waker.flush_turns(STEP_S)
         for side in zip(*pairs, strict=True):
             assert woken(list(side)) == list(range(MAX_WAKES // 2))
@@ -184,6 +316,7 @@ class Case:
     Attributes:
       put: tokens that were put, and not taken back by nobody.
       since_s: when there was first something for the waiting reader; None while it has all.
+      looked_s: the first step since then.
       is_due: woken by the next flush of any kind.
     """
 
@@ -192,6 +325,7 @@ class Case:
     reader: asyncio.Task[None]
     put: list[int] = dataclasses.field(default_factory=list)
     since_s: float | None = None
+    looked_s: float | None = None
     is_due: bool = False
     has_ended: bool = False
     has_left: bool = False
@@ -254,7 +388,7 @@ class Deliveries(RuleBasedStateMachine):
         for case in self.cases:
             if case in wanted:
                 assert case.got == case.put
-                case.since_s, case.is_due = None, False
+                case.since_s, case.looked_s, case.is_due = None, None, False
             else:
                 assert len(case.events) == before[id(case)]
 
@@ -266,15 +400,7 @@ class Deliveries(RuleBasedStateMachine):
     @rule()
     def open(self) -> None:
         events: list[Event] = []
-        stream = Stream(
-            request_id="a",
-            prompt_tokens=1,
-            max_bytes=1 << 20,
-            decoders=[None, None],
-            waker=self.waker,
-            on_cancel=lambda: None,
-            reader=ReaderAccount(Metrics(), lambda: 0.0, times_decoding=False),
-        )
+        stream = build_stream(self.waker)
 
         async def read() -> None:
             with contextlib.suppress(JaxserveError):
@@ -324,7 +450,7 @@ class Deliveries(RuleBasedStateMachine):
         case.reader.cancel()
         self.turn()
         case.stream.finish(FINISHED)
-        case.has_left, case.since_s, case.is_due = True, None, False
+        case.has_left, case.since_s, case.looked_s, case.is_due = True, None, None, False
 
     @rule(millis=st.integers(1, 30))
     def step(self, millis: int) -> None:
@@ -333,6 +459,8 @@ class Deliveries(RuleBasedStateMachine):
         due = [case for case in self.cases if case.is_due]
         in_turn = [case for case in self.cases if case.since_s is not None and not case.is_due]
         in_turn.sort(key=lambda case: (case.since_s, self.cases.index(case)))
+        for case in in_turn:
+            case.looked_s = self.now_s if case.looked_s is None else case.looked_s
         left = self.waker.flush_turns(self.now_s)
         before = {id(case): len(case.events) for case in in_turn}
         self.turn()
@@ -340,11 +468,12 @@ class Deliveries(RuleBasedStateMachine):
         assert left == len(in_turn) - len(served)
         for case in (*due, *served):
             assert case.got == case.put
-            case.since_s, case.is_due = None, False
+            case.since_s, case.looked_s, case.is_due = None, None, False
         waiting = [case for case in in_turn if case not in served]
         for case in waiting:
             assert case.since_s is not None
-            assert self.now_s + step_s - case.since_s <= MAX_HOLD_S + 1e-9
+            assert case.looked_s is not None
+            assert self.now_s + step_s - case.looked_s <= MAX_HOLD_S + 1e-9
             assert len(served) >= 2
             assert all(other.since_s is None or other.since_s <= case.since_s for other in served)
 
