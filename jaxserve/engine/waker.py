@@ -42,7 +42,7 @@ class Waker:
     in every one, and who meets a sudden slow one has waited for it anyway, by `MAX_HOLD_S` less.
 
     Attributes:
-      is_crowded: not all had their turn in the last step.
+      is_crowded: more wanted a turn in the last step than it has, and steps are short.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,8 @@ class Waker:
                 break
             num_turns += not waiter.future.done()
             self.wake(waiter)
-        self.is_crowded = bool(self._in_turn)
+        is_held = bool(self._in_turn) or num_turns > MAX_WAKES
+        self.is_crowded = is_held and step_s <= MAX_HOLD_S
         self.flush_due()
         return len(self._in_turn)
 

@@ -128,6 +128,37 @@ def test_who_would_wait_too_long_by_the_next_step_is_woken_beyond_the_number() -
         assert (len(woken(early)), woken(late)) == (5 * MAX_WAKES, [])
 
 
+@pytest.mark.parametrize(("number", "step_s", "is_crowded"), [
+    (MAX_WAKES, STEP_S, False), (MAX_WAKES + 1, STEP_S, True), (MAX_WAKES + 1, 1.0, False)
+])  # fmt: skip
+def test_it_is_crowded_while_more_want_a_turn_than_a_short_step_has(
+    number: int, step_s: float, is_crowded: bool
+) -> None:
+    with open_loop() as loop:
+        waker = Waker()
+        waker.flush_turns(0.0)
+        for waiter in waiters_of(loop, number):
+            waker.join(waiter)
+        waker.flush_turns(step_s)
+        assert waker.is_crowded is is_crowded
+        waker.flush()
+        assert not waker.is_crowded
+
+
+def test_it_stays_crowded_where_all_are_overdue_together() -> None:
+    with open_loop() as loop:
+        waker = Waker()
+        step_s = 0.9 * MAX_HOLD_S
+        waker.flush_turns(0.0)
+        for waiter in waiters_of(loop, 3 * MAX_WAKES):
+            waker.join(waiter)
+        waker.flush_turns(step_s)
+        assert waker.flush_turns(2 * step_s) == 0
+        assert waker.is_crowded
+        waker.flush_turns(3 * step_s)
+        assert not waker.is_crowded
+
+
 def test_who_is_due_is_woken_at_once_and_takes_nobodys_turn() -> None:
     with open_loop() as loop:
         waker = Waker()
@@ -226,7 +257,7 @@ async def test_a_turn_is_for_all_choices_that_have_something() -> None:
     async def read() -> None:
         async for event in stream:
             if isinstance(event, Delta):
-                got.append(event.index)
+                got.append(event.index)  # noqa: PERF401  # looked at meanwhile
 
     task = asyncio.create_task(read())
     await asyncio.sleep(0)
