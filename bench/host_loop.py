@@ -60,6 +60,9 @@ PROMPT_TOKENS: Final = 48
 MAX_MODEL_TOKENS: Final = 512
 OUTPUT_SHARE: Final = 0.1  # of the device's time: sampling
 WANTED: Final = 0.05
+OVERLAP: Final[Mapping[str, tuple[bool, ...]]] = {
+    "both": (True, False), "on": (True,), "off": (False,)
+}  # fmt: skip
 SHOWN: Final = tuple(phase for phase in HOST_PHASES if phase not in ("idle", "wait"))
 # Its string is as long as the output: the device writes no quotes.
 SCHEMA: Final = {
@@ -205,7 +208,7 @@ def build_cases(options: argparse.Namespace) -> Iterator[Case]:
         for kind in kinds:
             if kind != "plain" and not options.kind and rows != max(options.rows or ROWS):
                 continue  # the others at the most rows only
-            for overlap in options.overlap:
+            for overlap in OVERLAP[options.overlap]:
                 yield Case(kind=kind, rows=rows, overlap=overlap)
 
 
@@ -374,8 +377,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device-ms", type=float, default=5.0, help="of a step")
     parser.add_argument("--rows", type=int, action="append", help=f"(default: {ROWS})")
     parser.add_argument("--kind", action="append", choices=tuple(KINDS), help="(default: all)")
-    parser.add_argument("--overlap", type=read_overlap, default=(True, False), metavar="on|off",
-                        help="(default: both)")  # fmt: skip
+    parser.add_argument("--overlap", choices=tuple(OVERLAP), default="both")
     parser.add_argument("--readers", choices=("door", "nobody"), default="door",
                         help="who reads the streams while they are written")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=256, help="of an output")
@@ -383,10 +385,6 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="that are measured")
     parser.add_argument("--profile", type=Path, help="of the engine's thread, for pstats")
     return parser.parse_args(arguments)
-
-
-def read_overlap(text: str) -> tuple[bool, ...]:
-    return {"on": (True,), "off": (False,)}[text]
 
 
 if __name__ == "__main__":

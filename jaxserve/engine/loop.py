@@ -78,6 +78,7 @@ class EngineLoop:
         self.accounts = Accounts(metrics, self.trace)
         self.taps: list[Callable[[Request, int], None]] = []
         self._throughput = ThroughputLog(metrics, config.log.interval_s)
+        self._turn_s = 0.0  # when the step that goes on began
 
     def run(self) -> None:
         """Returns when it was told to end, and everything has."""
@@ -102,8 +103,9 @@ class EngineLoop:
 
     def _wait_for_work(self) -> bool:
         """Blocks while idle; False once the thread is to end."""
-        self.waker.flush()
+        self.waker.flush_due()
         if self.is_idle:
+            self.waker.flush()
             self._throughput.rest(self._clock())
             self._steps.rest()
             self._intake.wait_for_work()
@@ -118,7 +120,7 @@ class EngineLoop:
     def step(self) -> None:
         """Plans and launches a step, and takes in the result of one before it."""
         self._take_inbox()
-        now_s = self._clock()
+        now_s = self._turn_s = self._clock()
         self._end_expired(now_s)
         plan = self._scheduler.schedule(now_s)
         self._start_new(plan)
@@ -175,7 +177,9 @@ class EngineLoop:
         self._in_flight.launch_output(masks.by_sequence)
 
     def _retire(self) -> None:
-        self.waker.flush()  # before it may take long
+        # before it may take long; the readers' work is beside the device's, not before its next
+        num_put_off = self.waker.flush_turns(self._turn_s)
+        self._metrics.put_off_streams.inc(num_put_off)
         plan, result = self._in_flight.retire()
         now_s = self._clock()
         stopped = find_stopped(result, self._by_sequence)

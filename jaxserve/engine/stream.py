@@ -9,7 +9,7 @@ from typing import Literal, Protocol, Self
 from jaxserve.engine.events import ChoiceFinished, Delta, Event, Finished, Started
 from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.engine.unread import TOKEN_BYTES, Unread, UnreadTotal, logprobs_bytes
-from jaxserve.engine.waker import Waker
+from jaxserve.engine.waker import Waiter, Waker
 from jaxserve.errors import JaxserveError
 from jaxserve.plan import TokenLogprobs
 
@@ -62,7 +62,8 @@ class Stream:
         max_bytes: unread output that is kept; one put more ends the request.
         decoders: of each choice, run by the reader over tokens that came without text; None where
           all have text.
-        waker: told of a waiting task at each event; flushed by the engine.
+        waker: told of a waiting task at each event; flushed by the engine. Output behind the first
+          may wait for others' turns.
         on_cancel: called at most once, by any thread, and never after the end.
         total: told of all that is put.
         """
@@ -90,10 +91,14 @@ class Stream:
         self._is_given_up = False
         self._is_cancelled = False
         self._on_end: Callable[[], None] | None = None
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._has_output = False  # some has been put
+        self._waiter: Waiter | None = None
+        self._joined: Waiter | None = None  # whom the waker has, to be woken in its turn
         self._has_sleeper = False  # a thread, which waits for _changed
         # the reader's own
         self._has_read_start = False
+        self._has_read_output = False
+        self._num_in_hand = 0  # choices that are still to be read in this turn
         self._next: ChoiceFinished | None = None
         self._is_over = False
 
@@ -118,7 +123,8 @@ class Stream:
             self._cached_prompt_tokens = cached_prompt_tokens
             self._prompt_logprobs = prompt_logprobs
             self._num_start_bytes = logprobs_bytes(prompt_logprobs)
-            self._note(self._num_start_bytes)
+            if self._total is not None:
+                self._total.note(self._num_start_bytes)
             self._wake()
 
     def put(
@@ -159,8 +165,13 @@ class Stream:
             elif text:
                 unread.texts.append(text)
             self._ready[index] = None
-            self._note(num_bytes)
-            self._wake()
+            if self._total is not None:
+                self._total.note(num_bytes)
+            if not self._has_output:
+                self._has_output = True
+                self._wake()
+            elif self._waiter is not None or self._has_sleeper:
+                self._wake_in_turn()
         return True
 
     def finish_choice(self, end: ChoiceFinished, *, last_text: str = "") -> None:
@@ -206,17 +217,26 @@ class Stream:
         unread.has_ended = True
         self._ready[index] = None
 
-    def _note(self, num_bytes: int) -> None:
-        if self._total is not None:
-            self._total.note(num_bytes)
-
     def _wake(self) -> None:
+        self._wake_sleeper()
+        waiter = self._waiter or self._joined
+        self._waiter = self._joined = None
+        if waiter is not None:
+            self._waker.wake(waiter)
+
+    def _wake_in_turn(self) -> None:
+        self._wake_sleeper()
+        if self._waiter is not None:
+            self._join(self._waiter)
+
+    def _join(self, waiter: Waiter) -> None:
+        self._waker.join(waiter)
+        self._waiter, self._joined = None, waiter
+
+    def _wake_sleeper(self) -> None:
         if self._has_sleeper:
             self._has_sleeper = False
             self._changed.notify_all()
-        if self._waiter is not None:
-            self._waker.add(self._waiter)
-            self._waiter = None
 
     # the reader's side
 
@@ -236,8 +256,12 @@ class Stream:
         """The same for a task, without a thread: the engine wakes the event loop."""
         try:
             while not self._is_over:
+                if (turn := self._find_turn()) is not None:
+                    await turn
+                    self._take_turn()
                 while (future := self._future()) is not None:
                     await future
+                    self._take_turn()
                 yield self._take()
         finally:
             self._leave()
@@ -295,10 +319,31 @@ class Stream:
         with self._lock:
             if self._is_ready():
                 return None
-            loop = asyncio.get_running_loop()
-            future: asyncio.Future[None] = loop.create_future()
-            self._waiter = (loop, future)
-            return future
+            self._waiter, self._joined = _build_waiter(), None
+            return self._waiter.future
+
+    def _find_turn(self) -> asyncio.Future[None] | None:
+        """What to await where more is there already, but others wait for their turns: who is behind
+        would take a message of one token after the other, and never wait for its own."""
+        if self._num_in_hand > 0:
+            self._num_in_hand -= 1
+            return None
+        if not self._waker.is_crowded:
+            return None
+        with self._lock:
+            if not self._has_read_output or not self._ready or self._is_ending():
+                return None
+            waiter = _build_waiter()
+            self._join(waiter)
+            return waiter.future
+
+    def _take_turn(self) -> None:
+        """One turn is for all choices that have something then."""
+        self._num_in_hand = len(self._ready) - self._has_read_start
+
+    def _is_ending(self) -> bool:
+        has_end = self._end is not None or self._next is not None
+        return has_end or any(self._unread[index].has_ended for index in self._ready)
 
     def _take(self) -> Event:
         """The next event; decoding is done unlocked, so that the engine never waits for it."""
@@ -316,6 +361,7 @@ class Stream:
                 unread, self._unread[index] = self._unread[index], Unread()
                 self._num_bytes -= unread.num_bytes
             if (delta := self._build_delta(index, unread)) is not None:
+                self._has_read_output = True
                 return delta
 
     def _take_start(self) -> Started | None:
@@ -363,3 +409,8 @@ class Stream:
             return ""
         text = decoder.push(unread.undecoded) if unread.undecoded else ""
         return text + decoder.flush() if unread.has_ended else text
+
+
+def _build_waiter() -> Waiter:
+    loop = asyncio.get_running_loop()
+    return Waiter(loop, loop.create_future())

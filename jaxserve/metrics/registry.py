@@ -132,6 +132,10 @@ class Metrics:
             "given_up_streams",
             "Streams of ended requests whose unread output was given up for want of room.",
         )
+        self.put_off_streams = self._counter(
+            "put_off_streams",
+            "Streams with output for a waiting reader that a step left to the next; of each step.",
+        )
 
     def _make_tenants(self) -> None:
         self.auth_failures = self._counter(

@@ -216,7 +216,8 @@ def lower(key: ProgramKey, sharding: jax.sharding.Sharding | None = None) -> jax
     """
     spec, V = key.spec, key.spec.model.padded_vocab_size
     shape = functools.partial(ShapeDtypeStruct, dtype=jnp.int32)
-    kv, state, hidden_TD = jax.eval_shape(functools.partial(steps.init_arrays, spec=spec))
+    # of the jitted function, whose trace JAX keeps: this is asked for each program
+    kv, state, hidden_TD = jax.eval_shape(_jit(steps.init_arrays), spec=spec)
 
     def place(*arguments: object) -> tuple[object, ...]:
         if sharding is None:

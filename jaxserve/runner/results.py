@@ -98,22 +98,24 @@ def read_result(
         rows = list(itertools.islice(score_rows, len(scoring.targets)))
         if all(columns_I[0] for columns_I in rows):
             num_top = min(scoring.num_top, layout.vocab_size)
-            prompt_logprobs[sequence_id] = tuple(
-                _read_logprobs(columns_I[1:], token_id, num_top)
-                for columns_I, token_id in zip(rows, scoring.targets, strict=True)
-            )
+            entries = _read_logprobs(np.stack(rows)[:, 1:], scoring.targets, [num_top] * len(rows))
+            prompt_logprobs[sequence_id] = tuple(entries)
         else:
             not_finite.add(sequence_id)
     if output_RI is not None:
         sampled = layout.sampled
         tokens, are_finite = output_RI[: len(sampled), :2].T.tolist()
         token_ids = {row.sequence_id: token for row, token in zip(sampled, tokens, strict=True)}
+        wanted: list[int] = []
         for r, (row, is_finite) in enumerate(zip(sampled, are_finite, strict=True)):
             if not is_finite:
                 not_finite.add(row.sequence_id)
             elif row.num_top is not None:
-                num_top = min(row.num_top, layout.vocab_size)
-                logprobs[row.sequence_id] = _read_logprobs(output_RI[r, 3:], tokens[r], num_top)
+                wanted.append(r)
+        if wanted:
+            num_tops = [min(sampled[r].num_top or 0, layout.vocab_size) for r in wanted]
+            found = _read_logprobs(output_RI[wanted, 3:], [tokens[r] for r in wanted], num_tops)
+            logprobs = dict(zip((sampled[r].sequence_id for r in wanted), found, strict=True))
     return StepResult(
         token_ids=token_ids,
         not_finite=frozenset(not_finite),
@@ -123,14 +125,29 @@ def read_result(
     )
 
 
-def _read_logprobs(columns_I: np.ndarray, token_id: int, num_top: int) -> TokenLogprobs:
-    numbers_I = columns_I.view(np.float32)
-    J = (len(columns_I) - 2) // 2
-    assert num_top <= J, f"{num_top} alternatives are wanted, but {J} come back"
-    return TokenLogprobs(
-        token_id=token_id,
-        logprob=float(numbers_I[0]),
-        rank=int(columns_I[1]),
-        top_ids=tuple(columns_I[2 : 2 + num_top].tolist()),
-        top_logprobs=tuple(numbers_I[2 + J : 2 + J + num_top].tolist()),
+def _read_logprobs(
+    columns_RI: np.ndarray, token_ids: Sequence[int], num_tops: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Returns each row's log-probabilities; numbers leave numpy by the column, not by the row."""
+    J, most = (columns_RI.shape[1] - 2) // 2, max(num_tops)
+    assert most <= J, f"{most} alternatives are wanted, but {J} come back"
+    numbers_RI = columns_RI.view(np.float32)
+    rows = zip(
+        token_ids,
+        num_tops,
+        numbers_RI[:, 0].tolist(),
+        columns_RI[:, 1].tolist(),
+        columns_RI[:, 2 : 2 + most].tolist(),
+        numbers_RI[:, 2 + J : 2 + J + most].tolist(),
+        strict=True,
     )
+    return [
+        TokenLogprobs(
+            token_id=token_id,
+            logprob=logprob,
+            rank=rank,
+            top_ids=tuple(top_ids[:num_top]),
+            top_logprobs=tuple(top_logprobs[:num_top]),
+        )
+        for token_id, num_top, logprob, rank, top_ids, top_logprobs in rows
+    ]

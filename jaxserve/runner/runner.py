@@ -1,5 +1,6 @@
 """The runner: owns parameters, KV pool, state rows and programs, and turns plans into results."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -8,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from jaxserve.config import Config
 from jaxserve.metrics import Metrics
@@ -227,16 +229,13 @@ class Runner:
         """Runs forward, scores and, unless it waits for masks, the output."""
         sampled = find_sampled_rows(plan, bucket, self._spec)
         output = self._scheme.find_output(len(sampled), self._row_variants.find(sampled))
-        arrays = (
-            build_packed(plan, bucket, self._spec),
-            build_output_rows(sampled, output, self._spec),
-            list(build_score_rows(plan, bucket, self._spec)),
-        )
+        packed_I = build_packed(plan, bucket, self._spec)
+        rows_4R = build_output_rows(sampled, output, self._spec)
+        scored = list(build_score_rows(plan, bucket, self._spec))
         laps.lap("build")
-        packed_I, rows_4R, score_rows = jax.device_put(arrays)
         step = LaunchedStep(
             self._run_forward(bucket, packed_I),
-            scores=[self._run_score(rows_2W) for rows_2W in score_rows],
+            scores=[self._run_score(rows_2W) for rows_2W in scored],
             layout=build_layout(plan, bucket, sampled, self._spec),
             metrics=self._metrics,
             laps=laps,
@@ -259,7 +258,7 @@ class Runner:
         self,
         sampled: Sequence[SampledRow],
         output: OutputBucket,
-        rows_4R: jax.Array,
+        rows_4R: np.ndarray,
         masks: Mapping[int, TokenMask],
         *,
         bucket: Bucket,
@@ -276,22 +275,25 @@ class Runner:
         return result_RI
 
     def _run_output(
-        self, output: OutputBucket, rows_4R: jax.Array, *, mask_RW: jax.Array | None
+        self, output: OutputBucket, rows_4R: np.ndarray, *, mask_RW: jax.Array | None
     ) -> jax.Array:
         held, run = self._state, self._run["output", output]
         arguments = (self._head, self._hidden_TD, held.last_token_B, held.sampling, rows_4R)
         if output.variant == "full":
-            last_token_B, rows, result_RI = run(*arguments, mask_RW)
+            with _taking_numpy():
+                last_token_B, rows, result_RI = run(*arguments, mask_RW)
             self._state = dataclasses.replace(held, last_token_B=last_token_B, sampling=rows)
         else:
-            last_token_B, result_RI = run(*arguments)
+            with _taking_numpy():
+                last_token_B, result_RI = run(*arguments)
             self._state = dataclasses.replace(held, last_token_B=last_token_B)
         self._counts.count_output(output)
         array: jax.Array = result_RI
         return array
 
-    def _run_score(self, rows_2W: jax.Array) -> jax.Array:
-        result_WI: jax.Array = self._run["score", None](self._head, self._hidden_TD, rows_2W)
+    def _run_score(self, rows_2W: np.ndarray) -> jax.Array:
+        with _taking_numpy():
+            result_WI: jax.Array = self._run["score", None](self._head, self._hidden_TD, rows_2W)
         self._counts.count_side("score")
         return result_WI
 
@@ -313,12 +315,14 @@ class Runner:
         self._kv = swaps.measure(self._kv, token_s=token_s)
         return swaps
 
-    def _run_forward(self, bucket: Bucket, packed_I: jax.Array) -> jax.Array:
+    def _run_forward(self, bucket: Bucket, packed_I: np.ndarray) -> jax.Array:
         """Returns a mark that is ready when the forward is done."""
-        held = self._state
-        self._kv, page_table_BP, self._hidden_TD, forward_done = self._run["forward", bucket](
-            self._params, self._kv, held.page_table_BP, self._hidden_TD, held.last_token_B, packed_I
-        )
+        held, run = self._state, self._run["forward", bucket]
+        arguments = (held.page_table_BP, self._hidden_TD, held.last_token_B, packed_I)
+        with _taking_numpy():
+            self._kv, page_table_BP, self._hidden_TD, forward_done = run(
+                self._params, self._kv, *arguments
+            )
         self._state = dataclasses.replace(held, page_table_BP=page_table_BP)
         mark: jax.Array = forward_done
         return mark
@@ -330,7 +334,8 @@ class Runner:
             self._row_variants.load(load)
         for packed_LI in state.build_row_loads(loads, self._spec):
             laps.lap("build")
-            self._state = self._run["row_load", None](self._state, jax.device_put(packed_LI))
+            with _taking_numpy():
+                self._state = self._run["row_load", None](self._state, packed_LI)
             self._counts.count_side("row_load")
             laps.lap("dispatch")
         for triples_3I in state.build_counts(loads, self._spec):
@@ -363,3 +368,10 @@ class Runner:
     def _check_no_recompile(self) -> None:
         if self._forbid_recompile:
             self._programs.check_no_recompile()
+
+
+def _taking_numpy() -> contextlib.AbstractContextManager[None]:
+    """Lets a program take a step's numpy arrays as they are: to put each on the device before takes
+    the host six times as long (60 µs)."""
+    guard: contextlib.AbstractContextManager[None] = jax.transfer_guard_host_to_device("allow")
+    return guard

@@ -100,7 +100,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests one of whose choices runs."""
-        return len({id(sequence.request) for sequence in self._running})
+        return len({sequence.request for sequence in self._running})
 
     @property
     def waiting_tokens(self) -> int:

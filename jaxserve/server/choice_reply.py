@@ -8,7 +8,7 @@ from typing import Final
 from jaxserve.engine.events import Delta
 from jaxserve.gen import generation_pb2
 from jaxserve.plan import TokenLogprobs
-from jaxserve.server.logprobs import TokenBytes, cut_logprobs, size_of
+from jaxserve.server.logprobs import TokenBytes, build_logprobs, cut_logprobs, size_of
 from jaxserve.text.chat_output import CallDelta, ContentDelta, OutputDelta, ReasoningDelta
 
 MAX_DELTA_TOKENS: Final = 1 << 16  # tokens of a delta: it stays a small message
@@ -79,6 +79,14 @@ class ChoiceReply:
         """Yields all that was gathered, in as many messages as it needs; none for nothing."""
         half = self._rules.max_bytes // 2  # of text; the other is for tokens
         parts, self._parts = self._parts, []
+        short = None if self._logprobs else _find_short_text(parts, half)
+        if short is not None and len(self._token_ids) * TOKEN_BYTES <= half:
+            token_ids, self._token_ids, self._num_tokens = self._token_ids, [], 0
+            if short or token_ids:
+                yield generation_pb2.GenerationDelta(
+                    index=self._index, text=short, token_ids=token_ids
+                )
+            return
         texts = _pack(parts, self._index, half)
         tokens = self._take_tokens(half)
         for text, token in itertools.zip_longest(texts, tokens):
@@ -95,7 +103,7 @@ class ChoiceReply:
     def _take_tokens(self, max_bytes: int) -> Iterator[generation_pb2.GenerationDelta]:
         token_ids, self._token_ids = self._token_ids, []
         entries, self._logprobs = self._logprobs, []
-        self._num_tokens = self._num_bytes = 0
+        num_bytes, self._num_tokens, self._num_bytes = self._num_bytes, 0, 0
         if not entries:
             most = max(max_bytes // TOKEN_BYTES, 1)  # batched() would make room for as many at once
             for begin in range(0, len(token_ids), most):
@@ -103,12 +111,29 @@ class ChoiceReply:
                 yield generation_pb2.GenerationDelta(index=self._index, token_ids=ids)
             return
         first = 0
+        if num_bytes <= max_bytes:
+            piece = build_logprobs(entries, self._rules.token_bytes)
+            yield generation_pb2.GenerationDelta(
+                index=self._index, token_ids=token_ids, logprobs=piece
+            )
+            return
         for piece in cut_logprobs(entries, self._rules.token_bytes, max_bytes=max_bytes):
             last = first + len(piece.token_ids)
             yield generation_pb2.GenerationDelta(
                 index=self._index, token_ids=token_ids[first:last], logprobs=piece
             )
             first = last
+
+
+def _find_short_text(parts: list[OutputDelta], max_bytes: int) -> str | None:
+    """Returns the text that the parts are, where they are no more than that and are short: as of
+    nearly every message."""
+    if not parts:
+        return ""
+    if len(parts) > 1 or not isinstance(parts[0], ContentDelta):
+        return None
+    text = parts[0].text
+    return text if len(text) * CHAR_BYTES <= max_bytes else None
 
 
 def _pack(

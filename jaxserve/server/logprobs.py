@@ -1,6 +1,6 @@
 """Log-probabilities as messages, cut where one would be too large."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from jaxserve.gen import generation_pb2
@@ -13,12 +13,22 @@ TokenBytes = Callable[[int], bytes]
 
 
 def build_logprobs(
-    entries: Iterable[TokenLogprobs], token_bytes: TokenBytes
+    entries: Sequence[TokenLogprobs], token_bytes: TokenBytes
 ) -> generation_pb2.Logprobs:
     """Returns consecutive tokens' log-probabilities in parallel lists."""
-    message = generation_pb2.Logprobs()
+    message = generation_pb2.Logprobs(
+        token_ids=[entry.token_id for entry in entries],
+        logprobs=[entry.logprob for entry in entries],
+        ranks=[entry.rank for entry in entries],
+        token_bytes=[token_bytes(entry.token_id) for entry in entries],
+    )
     for entry in entries:
-        _add(message, entry, token_bytes)
+        if entry.top_ids:
+            message.top.add(
+                token_ids=entry.top_ids,
+                logprobs=entry.top_logprobs,
+                token_bytes=list(map(token_bytes, entry.top_ids)),
+            )
     return message
 
 
@@ -29,31 +39,19 @@ def cut_logprobs(
 
     A piece is built when it is asked for. No entries are one empty piece.
     """
-    message, num_bytes = generation_pb2.Logprobs(), 0
+    some: list[TokenLogprobs] = []
+    num_bytes = 0
     for entry in entries:
         size = size_of(entry, token_bytes)
         if num_bytes and num_bytes + size > max_bytes:
-            yield message
-            message, num_bytes = generation_pb2.Logprobs(), 0
-        _add(message, entry, token_bytes)
+            yield build_logprobs(some, token_bytes)
+            some, num_bytes = [], 0
+        some.append(entry)
         num_bytes += size
-    yield message
+    yield build_logprobs(some, token_bytes)
 
 
 def size_of(entry: TokenLogprobs, token_bytes: TokenBytes) -> int:
     """Returns a bound of the encoded bytes of one position."""
-    ids = (entry.token_id, *entry.top_ids)
-    return POSITION_BYTES + sum(NUMBER_BYTES + len(token_bytes(token_id)) for token_id in ids)
-
-
-def _add(message: generation_pb2.Logprobs, entry: TokenLogprobs, token_bytes: TokenBytes) -> None:
-    message.token_ids.append(entry.token_id)
-    message.logprobs.append(entry.logprob)
-    message.ranks.append(entry.rank)
-    message.token_bytes.append(token_bytes(entry.token_id))
-    if entry.top_ids:
-        message.top.add(
-            token_ids=entry.top_ids,
-            logprobs=entry.top_logprobs,
-            token_bytes=[token_bytes(token_id) for token_id in entry.top_ids],
-        )
+    num_bytes = POSITION_BYTES + NUMBER_BYTES * (1 + len(entry.top_ids))
+    return num_bytes + sum(map(len, map(token_bytes, (entry.token_id, *entry.top_ids))))

@@ -260,9 +260,17 @@ async def test_all_tasks_of_a_loop_are_woken_with_one_call() -> None:
     for source in sources:
         source.stream.start()
         source.stream.put(1, now_s=0.0)
-    assert len(waker._futures) == 1
-    waker.flush()
-    assert waker._futures == {}
+    calls: list[object] = []
+    call, loop = asyncio.get_running_loop().call_soon_threadsafe, asyncio.get_running_loop()
+
+    def count(callback: Callable[..., object], *arguments: object) -> object:
+        calls.append(callback)
+        return call(callback, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "call_soon_threadsafe", count)
+        waker.flush()
+    assert len(calls) == 1
     assert await asyncio.gather(*tasks) == [STARTED] * 3
 
 

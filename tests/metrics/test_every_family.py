@@ -94,6 +94,7 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "output_tokens": ("script", {"": 4 + 8 + 1 + 5}),
     "surplus_tokens": ("script", {"": 3}),  # of LONG in step 6, BAD in 10, GONE in 15
     "given_up_streams": ("script", {}),  # all are read
+    "put_off_streams": ("script", {}),  # no task waits: tests/engine/test_delivery.py
     "auth_failures": ("tenants", {"missing": 1, "unknown": 2}),
     "credential_reloads": ("tenants", {"ok": 1, "failed": 2}),
     "certificate_expiry_timestamp_seconds": ("tenants", {"": EXPIRY.timestamp()}),
