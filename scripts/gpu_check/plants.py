@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import jax
+import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
@@ -163,7 +164,7 @@ def narrow_launch() -> contextlib.AbstractContextManager[object]:
 def forward_twice() -> contextlib.AbstractContextManager[object]:
     run = runner.Runner._run_forward
 
-    def run_twice(self: runner.Runner, bucket: Bucket, packed_I: jax.Array) -> jax.Array:
+    def run_twice(self: runner.Runner, bucket: Bucket, packed_I: np.ndarray) -> jax.Array:
         run(self, bucket, packed_I)
         return run(self, bucket, packed_I)
 

@@ -384,7 +384,7 @@ def test_a_compile_in_a_step_is_counted_by_its_bucket(
     runner = _start(params, metrics, None)
     forward = runner._run_forward
 
-    def compile_too(bucket: Bucket, packed_I: jax.Array) -> jax.Array:
+    def compile_too(bucket: Bucket, packed_I: np.ndarray) -> jax.Array:
         jax.jit(lambda x: x * 11 + 1).lower(jax.ShapeDtypeStruct((3,), "float32")).compile()
         return forward(bucket, packed_I)
 
@@ -408,7 +408,7 @@ def test_a_compile_in_a_masked_output_is_counted_by_its_steps_bucket(
     run_output = runner._run_output
 
     def compile_too(
-        output: OutputBucket, rows_4R: jax.Array, *, mask_RW: jax.Array | None
+        output: OutputBucket, rows_4R: np.ndarray, *, mask_RW: jax.Array | None
     ) -> jax.Array:
         jax.jit(lambda x: x * 17 + 1).lower(jax.ShapeDtypeStruct((3,), "float32")).compile()
         return run_output(output, rows_4R, mask_RW=mask_RW)
