@@ -182,13 +182,11 @@ def _attend_program(
         # The second select matters where nothing was seen yet: there exp2(LOWEST - LOWEST) is 1.
         weight_MS = jnp.where(is_seen_MS, jnp.exp2(score_MS - new_top_M[:, None]), 0.0)
         shrink_M = jnp.exp2(top_M - new_top_M)
-        block_total_M = weight_MS.sum(1)
-        if scales_ref is not None:
-            weight_MS *= load_scales(1)[None, :]
-        block_MH = _dot("MS,SH->MH", weight_MS.astype(compute_dtype), load(1))
+        scaled_MS = weight_MS if scales_ref is None else weight_MS * load_scales(1)[None, :]
+        block_MH = _dot("MS,SH->MH", scaled_MS.astype(compute_dtype), load(1))
         return (
             new_top_M,
-            total_M * shrink_M + block_total_M,
+            total_M * shrink_M + weight_MS.sum(1),
             sum_MH * shrink_M[:, None] + block_MH,
         )
 
