@@ -183,7 +183,7 @@ class Readers:
 
 def main() -> int:
     options = read_options()
-    tune_interpreter()
+    tune_interpreter(max(options.rows or ROWS))
     header = find_model(options.model).load_header()
     print(
         f"a device of {options.device_ms:g} ms a step, {options.tokens} tokens an output",

@@ -66,7 +66,7 @@ class LiveMachine:
     """
 
     def __init__(self, model: str, config: Config) -> None:
-        tune_interpreter()
+        tune_interpreter(config.scheduler.max_seqs)
         self._engine = load_engine(model, config)
 
     def replay(
@@ -128,7 +128,6 @@ class VirtualMachine:
     """The scheduler in virtual time, by step times that were measured."""
 
     def __init__(self, served: ServedTimes) -> None:
-        tune_interpreter()
         self._served = served
 
     def replay(
@@ -140,6 +139,7 @@ class VirtualMachine:
         tenant_of: TenantOf | None = None,
         folder: Path | None = None,
     ) -> JsonObject:
+        tune_interpreter(config.scheduler.max_seqs)
         simulator = Simulator(
             load=load,
             config=config,

@@ -137,7 +137,6 @@ def main() -> None:
     parser.add_argument("--prefix-order", action="store_true", help="with the prefix cache")
     parser.add_argument("--num-tokens", type=int, default=300_000, metavar="N")
     options = parser.parse_args()
-    tune_interpreter()
     print("µs of process time a scheduled token")
     print("   policy  running  waiting  steps   schedule   commit     both")
     combinations = itertools.product(
@@ -146,6 +145,7 @@ def main() -> None:
         options.waiting or [0, 50_000],
     )
     for policy, num_running, num_waiting in combinations:
+        tune_interpreter(num_running)  # as a server of so many rows
         print(
             measure(
                 num_running,

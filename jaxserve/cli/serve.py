@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     from jaxserve.server.metrics_http import serving_metrics
 
     asked = config = read_config(options).config
-    tune_interpreter()
+    tune_interpreter(config.scheduler.max_seqs)
     metrics = Metrics()
     with (
         serving_metrics(metrics, config.metrics),

@@ -98,8 +98,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(options: argparse.Namespace) -> int:
     """Simulates, writes and shows the result; returns the exit code."""
     check("--rate-scale", options.rate_scale, low=1e-6, high=1e6)
-    tune_interpreter()
     config = read_config(options).config
+    tune_interpreter(config.scheduler.max_seqs)
     served = read_step_times(options.step_times)
     seed = read_seed(options)
     load = read_load(options, seed=seed)

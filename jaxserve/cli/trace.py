@@ -175,7 +175,7 @@ def _run_requests(options: argparse.Namespace) -> Engine:
     if options.workload is not None:
         _refuse_prompt_options(options)
         load = load_file(options.workload)  # before the model: it may be wrong
-    tune_interpreter()
+    tune_interpreter(config.scheduler.max_seqs)
     with StartProgress(is_quiet=options.quiet) as progress:
         engine = load_engine(options.model, config, progress=progress)
     settle_heap()

@@ -43,9 +43,9 @@ def _loaded(options: argparse.Namespace) -> Iterator[tuple[Engine, Served]]:
     from jaxserve.checkpoint.registry import find_model  # here: these bring jax
     from jaxserve.engine.start import load_engine
 
-    tune_interpreter()
     model = options.model or DEFAULT_MODEL
     config = read_config(options).config
+    tune_interpreter(config.scheduler.max_seqs)
     digest = find_model(model).load_header().identity
     with StartProgress(is_quiet=options.quiet) as progress:
         engine = load_engine(model, config, progress=progress)
