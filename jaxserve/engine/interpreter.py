@@ -4,9 +4,9 @@ import gc
 import sys
 from typing import Final
 
-# Objects more than there were at the last look. With Python's 700, of ten thousand rows, whose steps
-# make forty thousand objects that go by themselves two steps later, every fifth step looks at all
-# that waits: 40 % of the time of scheduling (bench/scheduling.py). Yet calls leave cycles with
+# Objects more than there were at the last look. A step of ten thousand rows makes forty thousand,
+# which go by themselves two steps later; with Python's 700 every fifth such step would look at all
+# that waits, 40 % of the time of scheduling (bench/scheduling.py). Yet calls leave cycles with
 # gRPC's memory in them, and with 100,000 a server of many short calls grew by 8 MiB a minute.
 MIN_OBJECTS: Final = 10_000
 OBJECTS_PER_ROW: Final = 10

@@ -232,7 +232,7 @@ SCALE_SLIPS = {
     "K without its scale": ("load_scales(0)[None, :]", "1.0"),
     "V without its scale": ("load_scales(1)[None, :]", "1.0"),
     "K's scale on V": ("load_scales(1)", "load_scales(0)"),
-    "V's scale in the total": ("shrink_M + block_total_M", "shrink_M + weight_MS.sum(1)"),
+    "V's scale in the total": ("shrink_M + weight_MS.sum(1)", "shrink_M + scaled_MS.sum(1)"),
     "the scale of the row after": ("which, k, key_S % R)", "which, k, (key_S + 1) % R)"),
     "the scale of another head": ("which, k, key_S % R)", "which, 0, key_S % R)"),
     "scales that nobody wrote": ("mask=is_held_S, other=0.0)", "mask=key_S >= 0, other=0.0)"),
