@@ -136,7 +136,7 @@ def tell(found: Findings, options: argparse.Namespace) -> int:
         print(f"caution: {caution}")
     verdicts = report.judge(report.find_medians(found.samples))
     for line, holds in verdicts:
-        print(f"{line}: {'holds' if holds else 'missed'}")
+        print(f"{line}: {'holds' if holds else 'not reached'}")
     if options.json:
         options.json.write_text(json.dumps(as_json(found, options), indent=1))
     if options.plot:

@@ -140,8 +140,8 @@ def judge(medians: Medians) -> list[tuple[str, bool]]:
     lines = []
     for num_seqs, peer, share in WANTED:
         ratio = find_ratio(medians, peer, num_seqs)
-        found = "not measured" if ratio is None else f"{ratio:.2f}"
-        line = f"{num_seqs} seqs: {found} of {peer} (wanted: {share:g})"
+        found = "not measured beside" if ratio is None else f"{ratio:.2f} of"
+        line = f"{num_seqs} seqs: {found} {peer} (wanted: {share:g})"
         lines.append((line, ratio is not None and ratio >= share))
     return lines
 

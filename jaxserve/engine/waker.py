@@ -52,10 +52,6 @@ class Waker:
         self._in_turn: dict[Waiter, float] = {}  # since when, in that order
         self._turn_s = -math.inf
 
-    @property
-    def num_in_turn(self) -> int:
-        return len(self._in_turn) + sum(not waiter.is_due for waiter in self._new)
-
     def wake(self, waiter: Waiter) -> None:
         """Has a task woken by the next flush of any kind."""
         if not waiter.is_due:

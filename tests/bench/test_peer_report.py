@@ -38,7 +38,7 @@ def test_without_this_engine_there_is_no_ratio() -> None:
     medians = report.find_medians([sample(PEER, 4.0)])
     assert report.find_ratio(medians, PEER, 8) is None
     assert [line for line, holds in report.judge(medians) if holds] == []
-    assert "8 seqs: not measured of llama.cpp BF16 (wanted: 1)" in dict(report.judge(medians))
+    assert "8 seqs: not measured beside llama.cpp BF16 (wanted: 1)" in dict(report.judge(medians))
 
 
 def test_what_is_wanted_is_judged_by_the_share() -> None:

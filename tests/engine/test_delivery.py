@@ -6,6 +6,7 @@ from typing import Final
 import pytest
 
 from jaxserve.engine import Delta, Engine, EngineState, Event, Finished, Stream, waker
+from tests.engine.turns import num_in_turn
 from tests.engines import ask, build_engine
 
 pytestmark = pytest.mark.asyncio
@@ -71,7 +72,7 @@ async def test_a_step_gives_as_many_their_turn_and_the_rest_is_merged(
         assert reading.tokens(stream) == 9
     deltas = [e for events in reading.events.values() for e in events if isinstance(e, Delta)]
     assert len(deltas) < NUM_READERS * 9
-    assert engine._loop.waker.num_in_turn == 0
+    assert num_in_turn(engine._loop.waker) == 0
     engine.stop()
 
 
@@ -110,15 +111,15 @@ async def test_a_reader_that_leaves_while_it_waits_for_its_turn_leaves_nothing(
     monkeypatch.setattr(waker, "MAX_WAKES", 0)
     reading = Reading(engine)
     stays, goes = reading.submit(max_tokens=20), reading.submit(max_tokens=20)
-    while engine._loop.waker.num_in_turn < 2:
+    while num_in_turn(engine._loop.waker) < 2:
         await reading.step()
     (task,) = (task for task in asyncio.all_tasks() if task.get_name() == "1")
     task.cancel()
     await reading.step()
     await reading.step()
-    assert engine._loop.waker.num_in_turn == 1
+    assert num_in_turn(engine._loop.waker) == 1
     assert reading.tokens(goes) == 1
     stays.cancel()
     await reading.step()
-    assert engine._loop.waker.num_in_turn == 0
+    assert num_in_turn(engine._loop.waker) == 0
     engine.stop()

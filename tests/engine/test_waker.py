@@ -27,6 +27,7 @@ from jaxserve.errors import JaxserveError, NumericsError
 from jaxserve.metrics import Metrics
 from jaxserve.request import FinishReason
 from tests.engine.test_stream import FINISHED
+from tests.engine.turns import num_in_turn
 
 STEP_S = MAX_HOLD_S / 4  # four steps fit into what may be waited
 
@@ -193,7 +194,7 @@ def test_all_are_woken_where_nothing_more_comes() -> None:
         for waiter in waiters:
             waker.join(waiter)
         waker.flush()
-        assert (len(woken(waiters)), waker.num_in_turn) == (3 * MAX_WAKES, 0)
+        assert (len(woken(waiters)), num_in_turn(waker)) == (3 * MAX_WAKES, 0)
 
 
 @pytest.mark.asyncio
@@ -312,7 +313,7 @@ async def test_readers_that_fall_behind_get_all_in_as_many_messages_as_there_are
     waker.flush()
     await asyncio.gather(*tasks)
     assert got == [list(range(num_steps))] * len(streams)
-    assert waker.num_in_turn == 0
+    assert num_in_turn(waker) == 0
 
 
 def build_stream(waker: Waker) -> Stream:
@@ -518,12 +519,12 @@ class Deliveries(RuleBasedStateMachine):
         """Nothing runs any more."""
         self.waker.flush()
         self.check_woken([case for case in self.cases if case.since_s is not None or case.is_due])
-        assert self.waker.num_in_turn == 0
+        assert num_in_turn(self.waker) == 0
 
     @invariant()
     def nobody_waits_for_a_turn_but_who_reads(self) -> None:
         waiting = [c for c in self.live if c.since_s is not None and not c.is_due]
-        assert self.waker.num_in_turn == len(waiting)
+        assert num_in_turn(self.waker) == len(waiting)
 
 
 def test_nobody_is_forgotten_and_nobody_waits_too_long() -> None:
