@@ -177,9 +177,13 @@ def as_json(found: Findings, options: argparse.Namespace) -> dict[str, object]:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.peers", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--seqs", type=int, nargs="+", default=[1, 8, 32], metavar="N")
+        prog="python -m bench.peers", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument(
+        "--seqs", type=int, nargs="+", default=[1, 8, 32], metavar="N",
+        help="at once (default: 1 8 32)",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="(default: 3)")
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="out (default: 128)")
     parser.add_argument(
@@ -197,7 +201,7 @@ def read_options() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--venv", action="append", type=read_venv, default=[], metavar="ENGINE=PYTHON",
-        help="an interpreter that has an engine already; may be repeated",
+        help=f"an interpreter that has an engine already, of {', '.join(ENGINES)}; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--cores", type=read_cores, default=os.sched_getaffinity(0), metavar="0,1",

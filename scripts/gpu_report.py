@@ -218,9 +218,19 @@ def report_attention(
     )
 
 
+def count(text: str) -> int:
+    """Returns a number of things of which there is at least one."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.gpu_report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["8b"],
                         help="shapes, of the first also attention alone (default: 8b)")  # fmt: skip
@@ -228,13 +238,13 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--kv-dtype", choices=["auto", "float32", "bfloat16", *LARGEST], default="auto"
     )
-    parser.add_argument("--kv-len", type=int, default=512, help="tokens each row holds")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--kv-len", type=count, default=512, help="tokens each row holds")
+    parser.add_argument("--rows", type=count, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--attention", nargs="+", metavar="IMPL",
                         help="(default: xla and triton on a GPU, else xla)")  # fmt: skip
     parser.add_argument("--sampling", choices=["auto", "candidates", "passes"], default="auto")
-    parser.add_argument("--attention-rows", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--attention-kv-len", type=int, nargs="+", default=[512, 4096, 16384])
+    parser.add_argument("--attention-rows", type=count, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--attention-kv-len", type=count, nargs="+", default=[512, 4096, 16384])
     parser.add_argument("--torch-python", default=sys.executable, metavar="PATH",
                         help="an interpreter that has torch (default: this one)")  # fmt: skip
     parser.add_argument("--part", nargs="+", choices=["torch", "attention", "steps"],

@@ -35,6 +35,7 @@ from jaxserve.kernels.paged_attention.launch import (
     plan_mosaic_cut,
     power_of_two,
 )
+from jaxserve.kernels.pool import LARGEST
 from jaxserve.runner.launch_table import (
     PACKAGED,
     CallKind,
@@ -46,7 +47,7 @@ from jaxserve.runner.launch_table import (
 )
 from scripts import gpu_attention
 from scripts.gpu_attention import REFUSALS, TILE, Shape, Workload, build_workload
-from scripts.gpu_report import MAX_ERROR, MODELS
+from scripts.gpu_report import MAX_ERROR, MODELS, count
 
 IMPLS: Final = ("triton", "mosaic", "triton_interpret", "mosaic_interpret")
 NUM_RUNS: Final = 12  # of each cut, in turn with the others
@@ -222,7 +223,9 @@ def replace(table: LaunchTable, job: Job, found: Entry | None) -> LaunchTable:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.gpu_tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     is_gpu = jax.default_backend() == "gpu"
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["8b"],
@@ -232,16 +235,17 @@ def read_options() -> argparse.Namespace:
         "--kind", nargs="+", choices=["decode", "chunk"], default=["decode", "chunk"]
     )
     parser.add_argument(
-        "--page", type=int, nargs="+", default=[16], help="page sizes (default: 16)"
+        "--page", type=count, nargs="+", default=[16], help="page sizes (default: 16)"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16",
                         help="of the queries: the wider one of weights and pool")  # fmt: skip
-    parser.add_argument("--kv-dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64],
+    parser.add_argument("--kv-dtype", choices=["float32", "bfloat16", *LARGEST], default="bfloat16",
+                        help="of the pool (kv.dtype)")  # fmt: skip
+    parser.add_argument("--rows", type=count, nargs="+", default=[1, 16, 64],
                         help=f"decode rows, or tiles of {TILE} tokens of a chunk")  # fmt: skip
-    parser.add_argument("--kv-len", type=int, nargs="+", default=[1024, 8192])
+    parser.add_argument("--kv-len", type=count, nargs="+", default=[1024, 8192])
     parser.add_argument(
-        "--max-cuts", type=int, help="try only so many, the likest to the formula's"
+        "--max-cuts", type=count, help="try only so many, the likest to the formula's"
     )
     parser.add_argument("--output", type=Path, default=PACKAGED if is_gpu else None,
                         help="table to read and write (default: the package's own)")  # fmt: skip
@@ -250,6 +254,8 @@ def read_options() -> argparse.Namespace:
         parser.error("there is no GPU here: name the table to write, --output FILE")
     if not is_gpu and any(not impl.endswith("_interpret") for impl in options.impl):
         parser.error("there is no GPU here: --impl triton_interpret or mosaic_interpret")
+    if not options.output.parent.is_dir():
+        parser.error(f"--output {options.output}: there is no folder {options.output.parent}")
     return options
 
 

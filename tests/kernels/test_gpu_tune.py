@@ -78,9 +78,12 @@ def test_a_cut_that_is_wrong_or_refused_is_left_out(
     assert "too many of them" in told
 
 
-def test_it_runs_to_its_end_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_it_runs_to_its_end_on_a_cpu(
+    kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "launches.json"
-    assert run_main(f"{TRY} --kind chunk", output, monkeypatch) == 0
+    assert run_main(f"{TRY} --kind chunk --kv-dtype {kv_dtype}", output, monkeypatch) == 0
     assert read_launch_table(output).version == 1
 
 
@@ -130,9 +133,11 @@ def test_where_the_formula_fails_its_entry_stays_and_the_tuner_says_so(
     [
         ("--impl triton_interpret", "name the table to write, --output FILE"),
         ("--impl triton --output x", "--impl triton_interpret or mosaic_interpret"),
+        ("--impl triton_interpret --output not/there.json", "there is no folder not"),
+        ("--impl triton_interpret --output x --rows 0", "--rows: 0 is not at least 1"),
     ],
 )
-def test_a_try_on_a_cpu_has_to_say_so(
+def test_what_cannot_be_tried_is_said_before_anything_is(
     arguments: str,
     told: str,
     monkeypatch: pytest.MonkeyPatch,
