@@ -43,7 +43,8 @@ from jaxserve.runner.batch import build_output_rows, build_packed, find_sampled_
 from jaxserve.runner.buckets import OutputBucket
 from jaxserve.runner.device import Device
 from jaxserve.runner.kernel_choice import choose_kernels
-from jaxserve.runner.programs import ProgramKey, Programs, head_params
+from jaxserve.runner.lowering import ProgramKey, head_params
+from jaxserve.runner.programs import Programs
 from jaxserve.runner.runner import Runner
 from jaxserve.runner.sizing import size_runner
 from jaxserve.runner.spec import RunnerSpec
