@@ -25,8 +25,15 @@ from jaxserve.errors import JaxserveError
 logger = logging.getLogger(__name__)
 
 HERE: Final = Path(__file__).parents[1] / "kernels" / "native"
-SOURCES: Final = ("attention.cc", "dot.cc", "gated.cc")
-TARGETS: Final = ("jaxserve_paged_attention", "jaxserve_dot", "jaxserve_gated")
+SOURCES: Final = ("attention.cc", "dot.cc", "gated.cc", "norm.cc", "rotate_write.cc")
+TARGETS: Final = (
+    "jaxserve_paged_attention",
+    "jaxserve_dot",
+    "jaxserve_dot_add",
+    "jaxserve_gated",
+    "jaxserve_norm",
+    "jaxserve_rotate_write",
+)
 FLAGS: Final = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-fno-exceptions", "-w")
 COMPILERS: Final = ("c++", "g++", "clang++")
 TIMEOUT_S: Final = 300.0
