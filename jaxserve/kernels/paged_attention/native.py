@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxserve.errors import ShapeError
-from jaxserve.kernels.pool import LARGEST, Pool, QuantizedPool
+from jaxserve.kernels.pool import Pool, split_pool
 
 HEAD_MULTIPLE: Final = 16
 MAX_HEAD_DIM: Final = 512
@@ -28,19 +28,19 @@ def attend(
     Raises:
       ShapeError: see `find_attention_problem`.
     """
-    problem = find_attention_problem(q_XQNH.shape[-1], kv_dtype=kv_C2KRH.dtype.name)
-    if problem:
+    if problem := find_attention_problem(q_XQNH.shape[-1]):
         raise ShapeError(f"native: {problem}")
-    assert not isinstance(kv_C2KRH, QuantizedPool), "of a dtype that is a problem"
+    stored_C2KRH, scales_C2KR = split_pool(kv_C2KRH)
     call = jax.ffi.ffi_call(
         "jaxserve_paged_attention", jax.ShapeDtypeStruct(q_XQNH.shape, q_XQNH.dtype)
     )
     out_XQNH: jax.Array = call(
         q_XQNH,
-        kv_C2KRH,
+        stored_C2KRH,
         page_table_XP,
         q_starts_X,
         q_lens_X,
+        *(() if scales_C2KR is None else (scales_C2KR,)),
         scale=np.float32(scale),
         window=np.int64(window or 0),
         soft_cap=np.float32(soft_cap or 0.0),
@@ -48,10 +48,8 @@ def attend(
     return out_XQNH
 
 
-def find_attention_problem(head_dim: int, *, kv_dtype: str) -> str | None:
+def find_attention_problem(head_dim: int) -> str | None:
     """Returns why a model's attention cannot be computed so."""
-    if kv_dtype in LARGEST:
-        return f"the KV pool is {kv_dtype}, and it reads float32 and bfloat16"
     if head_dim % HEAD_MULTIPLE or head_dim > MAX_HEAD_DIM:
         return f"head_dim is {head_dim}, not a multiple of {HEAD_MULTIPLE} up to {MAX_HEAD_DIM}"
     return None
