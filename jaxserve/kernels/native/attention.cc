@@ -41,10 +41,17 @@ struct Call {
   const int32_t* page_table_XP;
   const int32_t* q_starts_X;
   const int32_t* q_lens_X;
-  int64_t X, Q, N, H, K, R, P;
+  int64_t X, N, H, K, R, P;
+  int64_t num_single_rows, tile;
   float scale;
   int64_t window;  // 0: none
   float soft_cap;  // 0: none
+
+  // Queries that there is room for, and the first of them.
+  int64_t room_of(int64_t x) const { return x < num_single_rows ? 1 : tile; }
+  int64_t first_of(int64_t x) const {
+    return x < num_single_rows ? x : num_single_rows + (x - num_single_rows) * tile;
+  }
 };
 
 // A thread's own memory; a query is a head's token, with its softmax so far.
@@ -366,13 +373,14 @@ void read_queries(const Call& call, const Query* q_QNH, int64_t num_queries, Hea
 // One row of queries with some heads. Keys and queries of bfloat16 are multiplied as they come
 // (is_paired), others as float32.
 template <typename Query, typename KV, bool is_paired>
-void attend(const Call& call, const Query* q_XQNH, const KV* kv_C2KRH, Query* out_XQNH, int64_t x,
+void attend(const Call& call, const Query* q_TNH, const KV* kv_C2KRH, Query* out_TNH, int64_t x,
             Heads heads) {
   static thread_local Scratch scratch;
   const int64_t H = call.H, G = call.N / call.K, num_queries = call.q_lens_X[x];
   const int64_t M = num_queries * G;  // of a head
-  Query* out_QNH = out_XQNH + x * call.Q * call.N * H;
-  for (int64_t q = num_queries; q < call.Q; ++q) {
+  const int64_t first_query = call.first_of(x) * call.N * H;
+  Query* out_QNH = out_TNH + first_query;
+  for (int64_t q = num_queries; q < call.room_of(x); ++q) {
     Query* out = out_QNH + (q * call.N + heads.first * G) * H;
     std::memset((void*)out, 0, heads.num * G * H * sizeof(Query));
   }
@@ -382,7 +390,7 @@ void attend(const Call& call, const Query* q_XQNH, const KV* kv_C2KRH, Query* ou
   scratch.sum_MH.assign(heads.num * M * H, 0);
   scratch.top_M.assign(heads.num * M, kLowest);
   scratch.total_M.assign(heads.num * M, 0);
-  read_queries<Query, is_paired>(call, q_XQNH + x * call.Q * call.N * H, num_queries, heads, scratch);
+  read_queries<Query, is_paired>(call, q_TNH + first_query, num_queries, heads, scratch);
   const int64_t start = call.q_starts_X[x], end = start + num_queries;
   const int64_t first_key = call.window ? std::max<int64_t>(0, start - call.window + 1) : 0;
   const int32_t* pages = call.page_table_XP + x * call.P;
@@ -452,40 +460,62 @@ void attend(const Call& call, const Query* q_XQNH, const KV* kv_C2KRH, Query* ou
   }
 }
 
+// Rows [first, first + num), whose heads are cut into pieces of work where there are few rows.
+struct Group {
+  int64_t first, num, width, pieces_per_row;
+
+  Group(const Call& call, int64_t first, int64_t last) : first(first), num(last - first) {
+    const int64_t num_live = std::count_if(call.q_lens_X + first, call.q_lens_X + last,
+                                           [](int32_t len) { return len > 0; });
+    const int64_t num_wanted = kItemsPerThread * Team::get().num_threads();
+    const int64_t num_splits =
+        num_live ? std::min((num_wanted + num_live - 1) / num_live, call.K) : 1;
+    width = (call.K + num_splits - 1) / num_splits;
+    pieces_per_row = (call.K + width - 1) / width;
+  }
+
+  int64_t num_pieces() const { return num * pieces_per_row; }
+};
+
+// Tiles and rows of one query in one go, the tiles first: they take longest.
 template <typename Query, typename KV, bool is_paired>
-void attend_all(const Call& call, const Query* q_XQNH, const KV* kv_C2KRH, Query* out_XQNH) {
-  const int64_t num_wanted = kItemsPerThread * Team::get().num_threads();
-  const int64_t num_splits = std::clamp<int64_t>((num_wanted + call.X - 1) / call.X, 1, call.K);
-  const int64_t width = (call.K + num_splits - 1) / num_splits;
-  const int64_t items_per_row = (call.K + width - 1) / width;
-  Team::get().run(call.X * items_per_row, [&](int64_t item) {
-    const int64_t first = item % items_per_row * width;
-    attend<Query, KV, is_paired>(call, q_XQNH, kv_C2KRH, out_XQNH, item / items_per_row,
-                                 {first, std::min(width, call.K - first)});
+void attend_all(const Call& call, const Query* q_TNH, const KV* kv_C2KRH, Query* out_TNH) {
+  const Group tiles(call, call.num_single_rows, call.X), singles(call, 0, call.num_single_rows);
+  Team::get().run(tiles.num_pieces() + singles.num_pieces(), [&](int64_t piece) {
+    const bool is_tile = piece < tiles.num_pieces();
+    const Group& group = is_tile ? tiles : singles;
+    if (!is_tile) piece -= tiles.num_pieces();
+    const int64_t first = piece % group.pieces_per_row * group.width;
+    attend<Query, KV, is_paired>(call, q_TNH, kv_C2KRH, out_TNH,
+                                 group.first + piece / group.pieces_per_row,
+                                 {first, std::min(group.width, call.K - first)});
   });
 }
 
 template <typename Query, typename KV>
-void attend_pool(const Call& call, const void* q_XQNH, const void* kv_C2KRH, void* out_XQNH) {
-  const auto* q = static_cast<const Query*>(q_XQNH);
+void attend_pool(const Call& call, const void* q_TNH, const void* kv_C2KRH, void* out_TNH) {
+  const auto* q = static_cast<const Query*>(q_TNH);
   const auto* kv = static_cast<const KV*>(kv_C2KRH);
-  auto* out = static_cast<Query*>(out_XQNH);
+  auto* out = static_cast<Query*>(out_TNH);
   if constexpr (std::is_same_v<Query, BFloat16> && !std::is_same_v<KV, float>) {
     if (call.H % (2 * kLanes) == 0) return attend_all<Query, KV, true>(call, q, kv, out);
   }
   attend_all<Query, KV, false>(call, q, kv, out);
 }
 
-ffi::Error Attention(ffi::AnyBuffer q_XQNH, ffi::AnyBuffer kv_C2KRH,
+ffi::Error Attention(ffi::AnyBuffer q_TNH, ffi::AnyBuffer kv_C2KRH,
                      ffi::Buffer<ffi::S32> page_table_XP, ffi::Buffer<ffi::S32> q_starts_X,
                      ffi::Buffer<ffi::S32> q_lens_X, ffi::RemainingArgs scales_C2KR,
-                     ffi::Result<ffi::AnyBuffer> out_XQNH, float scale, int64_t window,
-                     float soft_cap) {
-  const auto q = q_XQNH.dimensions(), kv = kv_C2KRH.dimensions();
-  if (q.size() != 4 || kv.size() != 5 || kv[4] != q[3] || q[2] % kv[2]) {
-    return ffi::Error::InvalidArgument("the sizes of the queries and of the pool do not fit");
+                     ffi::Result<ffi::AnyBuffer> out_TNH, int64_t num_single_rows, int64_t tile,
+                     float scale, int64_t window, float soft_cap) {
+  const auto q = q_TNH.dimensions(), kv = kv_C2KRH.dimensions();
+  const int64_t X = q_lens_X.element_count();
+  if (q.size() != 3 || kv.size() != 5 || kv[4] != q[2] || q[1] % kv[2] || num_single_rows > X ||
+      num_single_rows + (X - num_single_rows) * tile != q[0] || q_starts_X.element_count() != X ||
+      page_table_XP.dimensions().size() != 2 || page_table_XP.dimensions()[0] != X) {
+    return ffi::Error::InvalidArgument("the sizes of the queries, their rows and the pool do not fit");
   }
-  const ffi::DataType q_type = q_XQNH.element_type(), kv_type = kv_C2KRH.element_type();
+  const ffi::DataType q_type = q_TNH.element_type(), kv_type = kv_C2KRH.element_type();
   const bool has_scales = kv_type == ffi::S8 || kv_type == ffi::U8;
   const float* scales = nullptr;
   if (has_scales) {
@@ -502,13 +532,14 @@ ffi::Error Attention(ffi::AnyBuffer q_XQNH, ffi::AnyBuffer kv_C2KRH,
                   .page_table_XP = page_table_XP.typed_data(),
                   .q_starts_X = q_starts_X.typed_data(),
                   .q_lens_X = q_lens_X.typed_data(),
-                  .X = q[0],
-                  .Q = q[1],
-                  .N = q[2],
-                  .H = q[3],
+                  .X = X,
+                  .N = q[1],
+                  .H = q[2],
                   .K = kv[2],
                   .R = kv[3],
                   .P = page_table_XP.dimensions()[1],
+                  .num_single_rows = num_single_rows,
+                  .tile = tile,
                   .scale = scale,
                   .window = window,
                   .soft_cap = soft_cap};
@@ -520,8 +551,8 @@ ffi::Error Attention(ffi::AnyBuffer q_XQNH, ffi::AnyBuffer kv_C2KRH,
   }
   const bool is_float = q_type == ffi::F32;
   const auto attend = [&](auto* of_float, auto* of_bfloat16) {
-    (is_float ? of_float : of_bfloat16)(call, q_XQNH.untyped_data(), kv_C2KRH.untyped_data(),
-                                        out_XQNH->untyped_data());
+    (is_float ? of_float : of_bfloat16)(call, q_TNH.untyped_data(), kv_C2KRH.untyped_data(),
+                                        out_TNH->untyped_data());
   };
   switch (kv_type) {
     case ffi::F32: attend(attend_pool<float, float>, attend_pool<BFloat16, float>); break;
@@ -545,6 +576,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_paged_attention, jaxserve::Attention,
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .RemainingArgs()
                                   .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<int64_t>("num_single_rows")
+                                  .Attr<int64_t>("tile")
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<float>("soft_cap"));
