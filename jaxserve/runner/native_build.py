@@ -25,7 +25,12 @@ from jaxserve.errors import JaxserveError
 logger = logging.getLogger(__name__)
 
 HERE: Final = Path(__file__).parents[1] / "kernels" / "native"
-SOURCES: Final = ("attention.cc", "dot.cc", "gated.cc", "norm.cc", "rotate_write.cc")
+# Those of a group are compiled as one: of a small one the headers of XLA are most of the work.
+SOURCES: Final = (
+    ("attention.cc",),
+    ("attention_bytes.cc",),
+    ("dot.cc", "gated.cc", "norm.cc", "rotate_write.cc"),
+)
 TARGETS: Final = (
     "jaxserve_paged_attention",
     "jaxserve_dot",
@@ -97,17 +102,18 @@ def load_native(cache_dir: Path | None) -> None:
 
 
 def _build(compiler: tuple[str, ...], folder: Path) -> Path:
-    """Returns a library of all sources, which are compiled side by side."""
+    """Returns a library of all sources, whose groups are compiled side by side."""
+    include = f"-I{jax.ffi.include_dir()}"
 
-    def compile_one(name: str) -> str:
-        compiled = str(folder / f"{name}.o")
-        include = f"-I{jax.ffi.include_dir()}"
-        command = [*compiler, *FLAGS, include, "-c", str(HERE / name), "-o", compiled]
+    def compile_group(names: tuple[str, ...]) -> str:
+        source, compiled = folder / f"of_{names[0]}", folder / f"{names[0]}.o"
+        source.write_text("".join(f'#include "{HERE / name}"\n' for name in names))
+        command = [*compiler, *FLAGS, include, "-c", str(source), "-o", str(compiled)]
         _run(command, timeout_s=TIMEOUT_S)
-        return compiled
+        return str(compiled)
 
     with ThreadPoolExecutor(len(SOURCES)) as pool:
-        objects = list(pool.map(compile_one, SOURCES))
+        objects = list(pool.map(compile_group, SOURCES))
     built = folder / "native.so"
     _run([*compiler, *FLAGS, "-shared", *objects, "-o", str(built)], timeout_s=TIMEOUT_S)
     return built
@@ -142,7 +148,8 @@ def _digest(compiler: tuple[str, ...]) -> str:
     macros = _run(probe, timeout_s=PROBE_TIMEOUT_S)
     headers = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api"
     hashed = hashlib.sha256(macros + b"\0".join(word.encode() for word in (*compiler, *FLAGS)))
-    files = [*headers.glob("*.h"), *HERE.glob("*.h"), *map(HERE.joinpath, SOURCES)]
+    sources = [HERE / name for group in SOURCES for name in group]
+    files = [*headers.glob("*.h"), *HERE.glob("*.h"), *sources]
     for path in sorted(files):
         hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return hashed.hexdigest()[:16]

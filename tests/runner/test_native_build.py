@@ -43,7 +43,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "one.cc").write_text('#include "number.h"\nint one() { return kNumber; }\n')
     (folder / "number.h").write_text("constexpr int kNumber = 1;\n")
     monkeypatch.setattr(build, "HERE", folder)
-    monkeypatch.setattr(build, "SOURCES", ("one.cc",))
+    monkeypatch.setattr(build, "SOURCES", (("one.cc",),))
     return folder
 
 
@@ -259,7 +259,7 @@ BUILD = """
 import sys
 from pathlib import Path
 from jaxserve.runner import native_build as build
-build.HERE, build.SOURCES, build.TARGETS = Path(sys.argv[1]), ("one.cc",), ()
+build.HERE, build.SOURCES, build.TARGETS = Path(sys.argv[1]), (("one.cc",),), ()
 build.load_native(Path(sys.argv[2]))
 print(len(build._loaded))
 """
