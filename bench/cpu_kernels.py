@@ -1,9 +1,10 @@
 """Where a decode step of the demo model's shape goes on a CPU, by XLA's kernels and native ones.
 
-``python -m bench.cpu_kernels [--rows 1 8 32] [--kv-len 192] [--rounds 15]`` prints, for each number
-of sequences and both kinds, the median milliseconds of a step's parts, and beside each its floor:
-the larger of the bytes that must be read over the bandwidth and the operations over the rate, both
-measured just before. The kinds take turns, so that a busy moment hits both.
+``python -m bench.cpu_kernels [--rows 1 8 32] [--kv-len 192] [--kv-dtypes bfloat16] [--rounds 15]``
+prints, for each number of sequences and both kinds, the median milliseconds of a step's parts, and
+beside each its floor: the larger of the bytes that must be read over the bandwidth and the
+operations over the rate, both measured just before. The kinds, and the K/V dtypes, take turns, so
+that a busy moment hits all.
 
 weights (native: with the activation that is inside its product), attention, head and sampling
 (greedy) are programs of their own that do nothing else. step is the runner's, from its plan to its
@@ -11,18 +12,20 @@ result, nothing overlapped. rest is what its forward program takes beyond weight
 norms, rotations, K/V writes; host is what the step takes beyond its two programs. A rest below 0
 says that parts alone were slower than in the step.
 
-Weights and K/V are random bfloat16.
+Weights and K/V are random; weights are bfloat16.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -31,6 +34,7 @@ from jax import numpy as jnp
 from jaxserve.config import Config, default_cache_dir, load_config
 from jaxserve.kernels.dot import MatmulImpl, project, project_silu
 from jaxserve.kernels.paged_attention import paged_attention
+from jaxserve.kernels.pool import LARGEST, Pool, QuantizedPool, quantize
 from jaxserve.metrics import Metrics
 from jaxserve.model.config import LayerConfig, ModelConfig, RopeConfig
 from jaxserve.model.packing import pack_params
@@ -43,10 +47,11 @@ from jaxserve.runner.batch import build_output_rows, build_packed, find_sampled_
 from jaxserve.runner.buckets import OutputBucket
 from jaxserve.runner.device import Device
 from jaxserve.runner.kernel_choice import choose_kernels
-from jaxserve.runner.programs import ProgramKey, Programs, head_params
+from jaxserve.runner.lowering import ProgramKey, head_params
+from jaxserve.runner.programs import Programs
 from jaxserve.runner.runner import Runner
-from jaxserve.runner.sizing import size_runner
-from jaxserve.runner.spec import RunnerSpec
+from jaxserve.runner.sizing import RunnerSizes, size_runner
+from jaxserve.runner.spec import DtypeName, KvDtypeName, RunnerSpec, bytes_of_page
 from jaxserve.runner.state import gather_sampling
 
 MODEL: Final = ModelConfig(
@@ -64,10 +69,18 @@ MODEL: Final = ModelConfig(
 )
 PAGE: Final = 16
 KINDS: Final[tuple[MatmulImpl, ...]] = ("xla", "native")
+KV_DTYPES: Final[tuple[KvDtypeName, ...]] = get_args(KvDtypeName)
 READ_BYTES: Final = 2**29  # beyond any cache
 GREEDY: Final = SamplingParams(temperature=0.0)
 
 Run = Callable[[], object]
+
+
+class Variant(NamedTuple):
+    """What takes turns with others."""
+
+    kind: MatmulImpl
+    kv_dtype: KvDtypeName
 
 
 def main() -> None:
@@ -76,25 +89,33 @@ def main() -> None:
     parser.add_argument("--kv-len", type=int, default=192, help="keys that each row sees")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS))
+    parser.add_argument("--kv-dtypes", choices=KV_DTYPES, nargs="+", default=["bfloat16"])
+    parser.add_argument("--attention-only", action="store_true", help="measure no other part")
     options = parser.parse_args()
     bytes_per_ms, operations_per_ms = measure_bandwidth() / 1e3, measure_rate() / 1e3
     print(
         f"read bandwidth {bytes_per_ms / 1e6:.1f} GB/s, bfloat16 {operations_per_ms / 1e6:.0f} "
         "GFLOP/s"
     )
-    print(f"{'rows':>4}  {'part':14}", *(f"{f'{kind} ms':>10}" for kind in options.kinds), end="")
+    print(f"{'rows':>4}  {'part':14} {'K/V':13}", end=" ")
+    print(*(f"{f'{kind} ms':>10}" for kind in options.kinds), end="")
     print(f" {'floor ms':>10} {'from':>9}", *(f"{f'{kind} /floor':>14}" for kind in options.kinds))
+    variants = [Variant(*both) for both in itertools.product(options.kinds, options.kv_dtypes)]
+    build = build_attention_alone if options.attention_only else build_parts
     for num_rows in options.rows:
-        parts = build_parts(options.kinds, num_rows, kv_len=options.kv_len)
-        costs = count_costs(num_rows, kv_len=options.kv_len)
-        for part, ms in summarize(measure(parts, options.rounds)).items():
-            line = f"{num_rows:4}  {part:14} " + " ".join(f"{value:10.2f}" for value in ms.values())
+        medians = measure(build(variants, num_rows, kv_len=options.kv_len), options.rounds)
+        lines = medians if options.attention_only else summarize(medians)
+        for (part, ms), kv_dtype in itertools.product(lines.items(), options.kv_dtypes):
+            values = [ms[Variant(kind, kv_dtype)] for kind in options.kinds]
+            line = f"{num_rows:4}  {part:14} {kv_dtype:13} "
+            line += " ".join(f"{value:10.2f}" for value in values)
+            costs = count_costs(num_rows, kv_len=options.kv_len, kv_dtype=kv_dtype)
             if part in costs:
                 num_bytes, operations = costs[part]
                 floor = max(num_bytes / bytes_per_ms, operations / operations_per_ms)
                 source = "memory" if floor == num_bytes / bytes_per_ms else "operations"
                 line += f" {floor:10.2f} {source:>9}"
-                line += "".join(f" {value / floor:14.2f}" for value in ms.values())
+                line += "".join(f" {value / floor:14.2f}" for value in values)
             print(line, flush=True)
 
 
@@ -123,16 +144,16 @@ def _seconds_of(run: Run, num_runs: int) -> list[float]:
     return seconds
 
 
-def count_costs(num_rows: int, *, kv_len: int) -> dict[str, tuple[int, int]]:
+def count_costs(num_rows: int, *, kv_len: int, kv_dtype: KvDtypeName) -> dict[str, tuple[int, int]]:
     """Returns the bytes that must be read for each part, and its operations."""
     head = MODEL.vocab_size * MODEL.hidden_size
     weights = num_param_bytes(MODEL, "bfloat16") // 2 - head
-    keys = num_rows * kv_len * len(MODEL.layers)
+    keys = num_rows * kv_len
     costs = {
         "weights": (2 * weights, 2 * num_rows * weights),
         "attention": (
-            keys * 2 * MODEL.num_kv_heads * MODEL.head_dim * 2,
-            keys * 4 * MODEL.num_heads * MODEL.head_dim,
+            keys * bytes_of_page(MODEL, page_size=1, kv_dtype=kv_dtype),
+            keys * len(MODEL.layers) * 4 * MODEL.num_heads * MODEL.head_dim,
         ),
         "head": (2 * head, 2 * num_rows * head),
         "sampling": (4 * num_rows * MODEL.vocab_size, 0),
@@ -157,42 +178,55 @@ class Served:
     programs: Programs
 
 
+def build_attention_alone(
+    variants: Sequence[Variant], num_rows: int, *, kv_len: int
+) -> dict[Variant, dict[str, Run]]:
+    """Returns as `build_parts` does, without what has weights."""
+    parts: dict[Variant, dict[str, Run]] = {}
+    for variant in variants:
+        config = build_config(variant, num_rows, kv_len=kv_len)
+        sizes = find_sizes(config, Programs(Metrics()), lambda keys: None)
+        bucket = sizes.scheme.find_bucket(num_rows, 0)
+        parts[variant] = {"attention": build_attention(sizes.spec, bucket, num_rows, kv_len=kv_len)}
+    return parts
+
+
 def build_parts(
-    kinds: Sequence[MatmulImpl], num_rows: int, *, kv_len: int
-) -> dict[MatmulImpl, dict[str, Run]]:
-    """Returns a function for each part by each kind, which returns when the part is done."""
+    variants: Sequence[Variant], num_rows: int, *, kv_len: int
+) -> dict[Variant, dict[str, Run]]:
+    """Returns a function for each part by each variant, which returns when the part is done."""
     cache_dir = default_cache_dir()
     params = init_params(MODEL, jax.random.key(0), "bfloat16")
-    configs = {kind: build_config(kind, num_rows, kv_len=kv_len) for kind in kinds}
-    plans: dict[MatmulImpl, StepPlan] = {}
-    parts: dict[MatmulImpl, dict[str, Run]] = {}
-    for kind, config in configs.items():
+    configs = {variant: build_config(variant, num_rows, kv_len=kv_len) for variant in variants}
+    plans: dict[Variant, StepPlan] = {}
+    parts: dict[Variant, dict[str, Run]] = {}
+    for variant, config in configs.items():
         served = build_served(params, config, num_rows, kv_len=kv_len, cache_dir=cache_dir)
-        plans[kind] = served.plan
-        parts[kind] = {
+        plans[variant] = served.plan
+        parts[variant] = {
             "weights": build_weights(served),
-            "attention": build_attention(served, num_rows, kv_len=kv_len),
+            "attention": build_attention(served.spec, served.bucket, num_rows, kv_len=kv_len),
             "forward": build_forward(served),
             "head": build_head(served),
             "sampling": build_sampling(served),
             "output": build_output(served),
         }
-        for run in parts[kind].values():
+        for run in parts[variant].values():
             run()
-    for kind, config in configs.items():  # last: from then on a compile is a fault
+    for variant, config in configs.items():  # last: from then on a compile is a fault
         runner = Runner(params, MODEL, config, metrics=Metrics(), cache_dir=cache_dir)
-        parts[kind]["step"] = build_step(runner, plans[kind], kv_len=kv_len)
+        parts[variant]["step"] = build_step(runner, plans[variant], kv_len=kv_len)
     return parts
 
 
-def build_config(kind: MatmulImpl, num_rows: int, *, kv_len: int) -> Config:
+def build_config(variant: Variant, num_rows: int, *, kv_len: int) -> Config:
     num_pages = 1 + num_rows * -(-kv_len // PAGE)
     return load_config(
         flags={
-            "runner.attention": kind,
-            "runner.matmul": kind,
+            "runner.attention": variant.kind,
+            "runner.matmul": variant.kind,
             "model.dtype": "bfloat16",
-            "kv.dtype": "bfloat16",
+            "kv.dtype": variant.kv_dtype,
             "kv.page_size": PAGE,
             "kv.num_pages": num_pages,
             "model.max_model_tokens": kv_len,
@@ -204,6 +238,19 @@ def build_config(kind: MatmulImpl, num_rows: int, *, kv_len: int) -> Config:
     )
 
 
+def find_sizes(
+    config: Config, programs: Programs, compile_keys: Callable[[tuple[ProgramKey, ...]], None]
+) -> RunnerSizes:
+    assert config.kv.dtype != "auto", "as build_config has it"
+    dtypes: tuple[DtypeName, KvDtypeName] = ("bfloat16", config.kv.dtype)
+    kernels = choose_kernels(
+        MODEL, config, dtypes=dtypes, device=Device(platform="cpu"), cache_dir=default_cache_dir()
+    )
+    return size_runner(
+        MODEL, config, dtypes=dtypes, kernels=kernels, programs=programs, compile_keys=compile_keys
+    )
+
+
 def build_served(
     params: Params, config: Config, num_rows: int, *, kv_len: int, cache_dir: Path
 ) -> Served:
@@ -212,20 +259,7 @@ def build_served(
     def compile_keys(keys: tuple[ProgramKey, ...]) -> None:
         programs.compile_all(keys, num_threads=2, cache_dir=cache_dir)
 
-    sizes = size_runner(
-        MODEL,
-        config,
-        dtypes=("bfloat16", "bfloat16"),
-        kernels=choose_kernels(
-            MODEL,
-            config,
-            dtypes=("bfloat16", "bfloat16"),
-            device=Device(platform="cpu"),
-            cache_dir=cache_dir,
-        ),
-        programs=programs,
-        compile_keys=compile_keys,
-    )
+    sizes = find_sizes(config, programs, compile_keys)
     spec, scheme = sizes.spec, sizes.scheme
     bucket, output = scheme.find_bucket(num_rows, 0), scheme.find_output(num_rows, "greedy")
     compile_keys(
@@ -278,15 +312,14 @@ def build_weights(served: Served) -> Run:
     return lambda: multiply(y_TD, served.params).block_until_ready()
 
 
-def build_attention(served: Served, num_rows: int, *, kv_len: int) -> Run:
-    spec = served.spec
-    page_table_XP = np.zeros((served.bucket.decode_seqs, spec.pages_per_seq), np.int32)
+def build_attention(spec: RunnerSpec, bucket: Bucket, num_rows: int, *, kv_len: int) -> Run:
+    page_table_XP = np.zeros((bucket.decode_seqs, spec.pages_per_seq), np.int32)
     page_table_XP[:num_rows] = _page_table(num_rows, kv_len)
     keys = jax.random.split(jax.random.key(1), len(MODEL.layers))
-    kv = [jax.random.normal(key, spec.kv_shape, jnp.bfloat16) for key in keys]
+    kv = [fill_pool(key, spec) for key in keys]
 
     @jax.jit
-    def attend(q_TNH: jax.Array, kv: list[jax.Array]) -> jax.Array:
+    def attend(q_TNH: jax.Array, kv: list[Pool]) -> jax.Array:
         for kv_C2KRH in kv:  # each layer's queries are the last one's output, as in a step
             q_TNH = paged_attention(
                 q_TNH,
@@ -294,16 +327,25 @@ def build_attention(served: Served, num_rows: int, *, kv_len: int) -> Run:
                 jnp.asarray(page_table_XP),
                 jnp.full(len(page_table_XP), kv_len - 1, jnp.int32),
                 jnp.asarray(np.arange(len(page_table_XP)) < num_rows, jnp.int32),
-                num_single_rows=served.bucket.decode_seqs,
+                num_single_rows=bucket.decode_seqs,
                 tile=spec.chunk_tile,
                 scale=MODEL.scale,
                 impl=spec.kernels.attention,
             )
         return q_TNH
 
-    shape = (served.bucket.decode_seqs, MODEL.num_heads, MODEL.head_dim)
+    shape = (bucket.decode_seqs, MODEL.num_heads, MODEL.head_dim)
     q_TNH = jax.random.normal(jax.random.key(2), shape, jnp.bfloat16)
     return lambda: attend(q_TNH, kv).block_until_ready()
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def fill_pool(key: jax.Array, spec: RunnerSpec) -> Pool:
+    if spec.kv_dtype not in LARGEST:
+        return jax.random.normal(key, spec.kv_shape, spec.kv_dtype)
+    heads = jax.random.normal(key, spec.kv_shape, jnp.float32)
+    stored_C2KRH, scales_C2KR = quantize(heads, np.dtype(spec.kv_dtype))
+    return QuantizedPool(bytes_C2KRH=stored_C2KRH, scales_C2KR=scales_C2KR)
 
 
 def _page_table(num_rows: int, kv_len: int) -> np.ndarray:
@@ -392,27 +434,28 @@ def build_step(runner: Runner, plan: StepPlan, *, kv_len: int) -> Run:
 
 
 def measure(
-    parts: Mapping[MatmulImpl, Mapping[str, Run]], num_rounds: int
-) -> dict[str, dict[str, float]]:
-    """Returns the median milliseconds of each part by each kind."""
+    parts: Mapping[Variant, Mapping[str, Run]], num_rounds: int
+) -> dict[str, dict[Variant, float]]:
+    """Returns the median milliseconds of each part by each variant."""
     medians = {}
     for part in next(iter(parts.values())):
-        times: dict[str, list[float]] = {kind: [] for kind in parts}
+        times: dict[Variant, list[float]] = {variant: [] for variant in parts}
         for index in range(num_rounds + 2):
-            for kind, runs in parts.items():
+            for variant, runs in parts.items():
                 (seconds,) = _seconds_of(runs[part], 1)
                 if index >= 2:  # the first ones read what is in no cache yet
-                    times[kind].append(1e3 * seconds)
-        medians[part] = {kind: statistics.median(some) for kind, some in times.items()}
+                    times[variant].append(1e3 * seconds)
+        medians[part] = {variant: statistics.median(some) for variant, some in times.items()}
     return medians
 
 
-def summarize(ms: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+def summarize(ms: Mapping[str, Mapping[Variant, float]]) -> dict[str, dict[Variant, float]]:
     """Returns the table's lines, of which all but the last add up to it."""
 
-    def subtract(whole: str, *parts: str) -> dict[str, float]:
+    def subtract(whole: str, *parts: str) -> dict[Variant, float]:
         return {
-            kind: value - sum(ms[part][kind] for part in parts) for kind, value in ms[whole].items()
+            variant: value - sum(ms[part][variant] for part in parts)
+            for variant, value in ms[whole].items()
         }
 
     return {

@@ -6,8 +6,9 @@
 The engine of the server: scheduler, packing of a step's arrays, their transfer, the calls of the
 programs (which JAX runs, empty, with as many arrays as the model has), streams, the model's own
 tokenizer; beside it, in the same process, clients that read their streams as the gRPC door does, up
-to the bytes of its messages. Only the device is simulated: a step's result is there so long after
-its launch, or after the end of the step before it where that is later.
+to the bytes of its messages, or that call the HTTP door (``--readers http``: /v1/completions, from
+the bytes of a body to those of its events). Only the device is simulated: a step's result is there
+so long after its launch, or after the end of the step before it where that is later.
 
 Each client sends one request after another, so that there are always as many as rows; first ones
 are of all lengths, so in the long run as many end and begin in a step as there are rows by tokens.
@@ -24,6 +25,7 @@ Wanted: with overlap, at 256 rows, exposed is at most 5 %, whatever is asked for
 
 import argparse
 import asyncio
+import contextlib
 import cProfile
 import dataclasses
 import itertools
@@ -38,12 +40,13 @@ from typing import Any, Final
 
 import flax.traverse_util
 import numpy as np
+from starlette.types import Message
 
 from bench.simulated_device import SimulatedDevice, SimulatedPrograms
 from jaxserve.checkpoint.header import ModelHeader
 from jaxserve.checkpoint.registry import find_model
 from jaxserve.config import Config, load_config
-from jaxserve.engine import Engine, ServedModel, Stream
+from jaxserve.engine import Engine, ServedModel
 from jaxserve.engine.interpreter import tune_interpreter
 from jaxserve.gen import generation_pb2
 from jaxserve.metrics import Metrics
@@ -53,7 +56,10 @@ from jaxserve.plan import HOST_PHASES
 from jaxserve.runner.runner import Runner
 from jaxserve.runner.spec import DtypeName, bytes_of_page
 from jaxserve.scheduler.step_time import StepTimes
-from jaxserve.server.asked import read_asked
+from jaxserve.server.asked import Asked, read_asked
+from jaxserve.server.door import Door
+from jaxserve.server.http.call import Call
+from jaxserve.server.http.generation import GenerationEndpoint
 
 ROWS: Final = (32, 64, 128, 256)
 PROMPT_TOKENS: Final = 48
@@ -79,6 +85,16 @@ KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "logprobs": {"output": {"logprobs": 5}},
     "penalties": {"sampling": {"repetition_penalty": 1.1, "frequency_penalty": 0.2}},
     "grammar": {"structured_output": {"json_schema": json.dumps(SCHEMA)}},
+}
+URL: Final = "/v1/completions"
+# The same by HTTP.
+HTTP_KINDS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "plain": {},
+    "seeded": {"temperature": 0.8, "seed": 7},
+    "stops": {"stop": ["\n\nUser:", "###", "</answer>", "Observation:"]},
+    "logprobs": {"logprobs": 5},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    "grammar": {"structured_outputs": {"json": SCHEMA}},
 }
 
 
@@ -106,7 +122,6 @@ class Account:
     phases_s: dict[str, float]
     engine_cpu_s: float
     readers_cpu_s: float
-    tokens: int
     messages: int
     delivery_s: float
     delivered: float
@@ -116,11 +131,16 @@ class Readers:
     """As many clients as rows, on one event loop, in the thread that calls `run`."""
 
     def __init__(self, engine: Engine, case: Case, options: argparse.Namespace) -> None:
-        self.num_messages = self.num_tokens = self.num_bytes = 0
+        self.num_messages = self.num_bytes = 0
         self._engine = engine
+        self._door = Door(engine.config, engine.metrics)
+        self._door.attach(engine)
+        self._endpoint = GenerationEndpoint(self._door, URL)
         self._case = case
         self._tokens = options.tokens
-        self._are_blind = options.readers == "nobody"
+        self._send_of = {
+            "door": self._send_by_grpc, "http": self._send_by_http, "nobody": self._send_blindly
+        }[options.readers]  # fmt: skip
         self._random = random.Random(case.rows)
         self._numbers = itertools.count()
         self._is_over = False
@@ -135,32 +155,49 @@ class Readers:
     async def _send_all(self) -> None:
         length = self._random.randint(1, self._tokens)  # so that they do not end together
         while not self._is_over:
-            await self._send(length)
+            await self._send_of(next(self._numbers), length)
             length = self._tokens
 
-    async def _send(self, length: int) -> None:
-        number = next(self._numbers)
-        message = self._build(number, length)
-        asked = read_asked(
-            message, self._engine, request_id=str(number), tenant="", deadline_s=None, interval=1
-        )
+    async def _send_by_grpc(self, number: int, length: int) -> None:
+        asked = self._ask(number, length)
         stream = self._engine.submit(asked.request, delivery="acknowledged")
-        if self._are_blind:
-            await self._wait_for_end(stream)
-            return
         replies = asked.open_replies(self._engine, stream)
         async for event in stream:
             for reply in replies.push(event):
                 self.num_bytes += len(reply.SerializeToString())
                 self.num_messages += reply.HasField("delta")
                 await asyncio.sleep(0)  # a write lets others run
-                sent = replies.take_sent()
-                self.num_tokens += len(sent)
-                stream.acknowledge(sent)
+                stream.acknowledge(replies.take_sent())
             if self._is_over:
                 break
 
-    async def _wait_for_end(self, stream: Stream) -> None:
+    async def _send_by_http(self, number: int, length: int) -> None:
+        body = {
+            "prompt": _build_prompt(number), "stream": True, "temperature": 0, "max_tokens": length,
+            "ignore_eos": self._case.kind != "grammar", **HTTP_KINDS[self._case.kind],
+        }  # fmt: skip
+        received = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+        headers = [(b"content-type", b"application/json")]
+
+        async def receive() -> Message:
+            if (message := next(received, None)) is None:
+                await asyncio.Event().wait()  # a client that stays
+            return message or {}
+
+        async def send(message: Message) -> None:
+            content = message.get("body", b"")
+            self.num_bytes += len(content)
+            self.num_messages += bool(content)
+            await asyncio.sleep(0)  # a write lets others run
+            if self._is_over:
+                raise asyncio.CancelledError
+
+        scope = {"type": "http", "method": "POST", "path": URL, "headers": headers}
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._endpoint(Call(scope, receive, send, self._engine.config))
+
+    async def _send_blindly(self, number: int, length: int) -> None:
+        stream = self._engine.submit(self._ask(number, length).request, delivery="acknowledged")
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
@@ -171,14 +208,22 @@ class Readers:
         with stream:
             await ended
 
-    def _build(self, number: int, length: int) -> generation_pb2.GenerateRequest:
-        ids = [(number * 37 + place * 11) % 9000 + 5 for place in range(PROMPT_TOKENS)]
-        message = generation_pb2.GenerateRequest(token_ids={"ids": ids})
+    def _ask(self, number: int, length: int) -> Asked:
+        message = generation_pb2.GenerateRequest(token_ids={"ids": _build_prompt(number)})
         message.sampling.temperature = 0.0
         message.stop.max_tokens = length
         message.stop.ignore_eos = self._case.kind != "grammar"
         message.MergeFrom(generation_pb2.GenerateRequest(**KINDS[self._case.kind]))
-        return message
+        return read_asked(
+            message, self._engine, request_id=str(number), tenant="", deadline_s=None, interval=1
+        )
+
+    def close(self) -> None:
+        self._door.close()
+
+
+def _build_prompt(number: int) -> list[int]:
+    return [(number * 37 + place * 11) % 9000 + 5 for place in range(PROMPT_TOKENS)]
 
 
 def main() -> int:
@@ -224,8 +269,8 @@ def run_case(case: Case, header: ModelHeader, options: argparse.Namespace) -> Ac
     engine = build_engine(header, config, metrics, device)
     engine._loop._steps._clock = time.thread_time  # its phases; the device's are the simulation's
     engine.start()
+    readers = Readers(engine, case, options)
     try:
-        readers = Readers(engine, case, options)
         accounts: list[Account] = []
         profiler = cProfile.Profile() if options.profile else None
 
@@ -245,6 +290,7 @@ def run_case(case: Case, header: ModelHeader, options: argparse.Namespace) -> Ac
         if profiler is not None:
             profiler.dump_stats(options.profile)
     finally:
+        readers.close()
         engine.stop()
     return subtract(*accounts)
 
@@ -332,7 +378,6 @@ def read_account(engine: Engine, device: SimulatedDevice, readers: Readers) -> A
         phases_s={p: metrics.value("step_host_seconds_total", phase=p) for p in HOST_PHASES},
         engine_cpu_s=time.clock_gettime(time.pthread_getcpuclockid(thread)),
         readers_cpu_s=time.thread_time(),
-        tokens=readers.num_tokens,
         messages=readers.num_messages,
         delivery_s=metrics.value("delivery_seconds_sum"),
         delivered=metrics.value("delivery_seconds_count"),
@@ -360,7 +405,7 @@ def tell(case: Case, account: Account) -> float:
         f"{case.name:40}{each(account.wall_s) / 1e3:>7.2f}{exposed:>9.1%}{phases}"
         f"{each(account.engine_cpu_s):>9.0f}{each(account.wall_s - account.waited_s):>9.0f}"
         f"{each(account.readers_cpu_s):>9.0f}"
-        f"{account.tokens / max(account.messages, 1):>9.2f}"
+        f"{account.delivered / max(account.messages, 1):>9.2f}"
         f"{1e3 * account.delivery_s / max(account.delivered, 1):>7.1f} ms",
         flush=True,
     )
@@ -378,8 +423,9 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, action="append", help=f"(default: {ROWS})")
     parser.add_argument("--kind", action="append", choices=tuple(KINDS), help="(default: all)")
     parser.add_argument("--overlap", choices=tuple(OVERLAP), default="both")
-    parser.add_argument("--readers", choices=("door", "nobody"), default="door",
-                        help="who reads the streams while they are written")  # fmt: skip
+    parser.add_argument("--readers", choices=("door", "http", "nobody"), default="door",
+                        help="who reads the streams while they are written: the gRPC door, HTTP's, "
+                        "or nobody")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=256, help="of an output")
     parser.add_argument("--warm-up", type=int, default=150, help="steps")
     parser.add_argument("--steps", type=int, default=300, help="that are measured")

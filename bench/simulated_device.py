@@ -11,7 +11,8 @@ from jax import numpy as jnp
 
 from jaxserve.metrics import Metrics
 from jaxserve.runner.buckets import OutputBucket
-from jaxserve.runner.programs import ProgramKey, Programs, Progress, lower
+from jaxserve.runner.lowering import ProgramKey, lower
+from jaxserve.runner.programs import Programs, Progress
 
 RESULT_TOKEN: Final = 0  # columns of a result row, as runner/results.py has them
 RESULT_IS_FINITE: Final = 1

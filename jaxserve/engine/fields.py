@@ -1,7 +1,6 @@
 """Checks of one field's value, each with a message that names it and the fix."""
 
 import ctypes
-import math
 import operator
 from collections.abc import Sized
 from numbers import Integral, Real
@@ -63,8 +62,8 @@ def check_number(
 ) -> float:
     """Returns a finite number in [low, high], or in (above, high]; NaN is in neither.
 
-    Where a number came as a float32, as over gRPC, a bound is what a float32 makes of it: the one
-    nearest to 1e20 is greater, and the one nearest to 1e-6 is smaller.
+    A bound that came as a float32, as over gRPC, is one too: what a float32 makes of 1e20 is
+    greater, and of 1e-6 smaller. Nothing else beyond a bound is.
     """
     opening = f"[{low:g}" if above is None else f"({above:g}"
     wanted = f"a number in {opening}, {high:g}]" + (f"; {hint}" if hint else "")
@@ -74,8 +73,7 @@ def check_number(
         number = float(value)
     except OverflowError:  # an int beyond any float
         raise refusal(value, field, wanted) from None
-    lowest, highest = min(low, _as_float32(low)), max(high, _as_float32(high))
-    is_within = math.isfinite(number) and lowest <= number <= highest
+    is_within = low <= number <= high or number in (_as_float32(low), _as_float32(high))
     if not is_within or (above is not None and number <= above):
         raise refusal(value, field, wanted)
     return number

@@ -178,7 +178,7 @@ class EngineLoop:
 
     def _retire(self) -> None:
         # before it may take long; the readers' work is beside the device's, not before its next
-        num_put_off = self.waker.flush_turns(self._turn_s)
+        num_put_off = self.waker.flush_turns(self._turn_s, is_late=self._in_flight.is_ready)
         self._metrics.put_off_streams.inc(num_put_off)
         plan, result = self._in_flight.retire()
         now_s = self._clock()

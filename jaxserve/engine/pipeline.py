@@ -32,6 +32,11 @@ class Pipeline:
     def is_full(self) -> bool:
         return len(self._steps) >= self._depth
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the oldest step's result is there."""
+        return bool(self._steps) and self._steps[0][1].is_ready()
+
     def launch(self, plan: StepPlan) -> None:
         """Dispatches a step without waiting for it; without its output, where that needs masks."""
         if self._steps:

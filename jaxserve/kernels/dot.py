@@ -70,6 +70,16 @@ def project_transposed(x_TD: jax.Array, weight: Weight, *, impl: MatmulImpl) -> 
     return dot("TD,VD->TV", x_TD, _plain(weight))
 
 
+def project_onto(before_TF: jax.Array, x_TD: jax.Array, weight: PackedWeight) -> jax.Array:
+    """Returns before + x · weight, float32 ``[T, F]``: natively, in the place of `before`."""
+    summed_TF: jax.Array = jax.ffi.ffi_call(
+        "jaxserve_dot_add",
+        jax.ShapeDtypeStruct(before_TF.shape, jnp.float32),
+        input_output_aliases={2: 0},
+    )(x_TD, weight.panels, before_TF)
+    return summed_TF
+
+
 def project_silu(x_TD: jax.Array, gate: PackedWeight, up: PackedWeight) -> jax.Array:
     """Returns bfloat16 silu(x · gate) · (x · up), ``[T, F]``: natively, in one pass."""
     shape = (x_TD.shape[0], gate.panels.shape[0] * PANEL)

@@ -11,9 +11,18 @@ import jax
 from jax import numpy as jnp
 
 from jaxserve.kernels.choice import Kernels
-from jaxserve.kernels.dot import MatmulImpl, project, project_silu, wider_dtype
+from jaxserve.kernels.dot import (
+    MatmulImpl,
+    PackedWeight,
+    project,
+    project_onto,
+    project_silu,
+    wider_dtype,
+)
 from jaxserve.kernels.paged_attention import paged_attention
 from jaxserve.kernels.pool import Pool, QuantizedPool, quantize
+from jaxserve.kernels.rows import norm as native_norm
+from jaxserve.kernels.rows import rotate_and_write
 from jaxserve.model.batch import TokenBatch
 from jaxserve.model.config import LayerConfig, ModelConfig
 from jaxserve.model.params import Params
@@ -27,12 +36,42 @@ def rms_norm(x_TD: jax.Array, weight_D: jax.Array, *, eps: float) -> jax.Array:
 
 
 def normed_input(
-    params: Params, x_TD: jax.Array, part: Literal["attn", "mlp"], *, config: ModelConfig
+    params: Params,
+    x_TD: jax.Array,
+    part: Literal["attn", "mlp"],
+    *,
+    config: ModelConfig,
+    matmul: MatmulImpl,
 ) -> jax.Array:
-    """Returns what a part of the layer reads of the residual stream."""
+    """Returns what a part of the layer reads of the residual stream; native it is bfloat16, which
+    all that reads it is then."""
     if not config.pre_norms:
         return x_TD
-    return rms_norm(x_TD, params[f"{part}_norm_D"], eps=config.norm_eps)
+    weight_D = params[f"{part}_norm_D"]
+    if matmul == "native":
+        return native_norm(x_TD, weight_D, eps=config.norm_eps)
+    return rms_norm(x_TD, weight_D, eps=config.norm_eps)
+
+
+def add_output(
+    params: Params,
+    x_TD: jax.Array,
+    hidden_TF: jax.Array,
+    part: Literal["attn", "mlp"],
+    *,
+    config: ModelConfig,
+    matmul: MatmulImpl,
+) -> jax.Array:
+    """Returns the residual stream with a part's last product added, its bias and its norm."""
+    is_attn = part == "attn"
+    weight = params["o_NHD" if is_attn else "down_FD"]
+    has_bias = config.o_bias if is_attn else config.mlp_bias
+    if isinstance(weight, PackedWeight) and not has_bias and not config.post_norms:
+        return project_onto(x_TD, hidden_TF, weight)
+    (added_TD,) = project(hidden_TF, weight, impl=matmul)
+    if has_bias:
+        added_TD += params["o_bias_D" if is_attn else "down_bias_D"][None].astype(jnp.float32)
+    return x_TD + normed_output(params, added_TD, part, config=config)
 
 
 def normed_output(
@@ -79,7 +118,7 @@ def soft_cap(x_BV: jax.Array, cap: float) -> jax.Array:
 def attention_block(
     params: Params,
     kv_C2KRH: Pool,
-    y_TD: jax.Array,
+    x_TD: jax.Array,
     *,
     batch: TokenBatch,
     rope: tuple[jax.Array, jax.Array] | None,
@@ -89,8 +128,9 @@ def attention_block(
     tile: int,
     kernels: Kernels,
 ) -> tuple[Pool, jax.Array]:
-    """Returns the pool with this step's K/V written, and the attention's output."""
+    """Returns the pool with this step's K/V written, and the residual stream after attention."""
     weight_dtype = params["q_DNH"].dtype
+    y_TD = normed_input(params, x_TD, "attn", config=config, matmul=kernels.matmul)
     y_TD = y_TD.astype(weight_dtype)
     q_TF, k_TF, v_TF = project(
         y_TD, params["q_DNH"], params["k_DKH"], params["v_DKH"], impl=kernels.matmul
@@ -105,11 +145,14 @@ def attention_block(
         v_TKH += params["v_bias_KH"][None].astype(jnp.float32)
     q_TNH = norm_heads(params, q_TNH, "q", config=config)
     k_TKH = norm_heads(params, k_TKH, "k", config=config)
-    if rope is not None:
-        q_TNH, k_TKH = rotate(q_TNH, *rope), rotate(k_TKH, *rope)
-
     # Write, then read the new value: a read of the old one would copy the whole pool.
-    kv_C2KRH = write_kv(kv_C2KRH, k_TKH, v_TKH, batch=batch)
+    if kernels.matmul == "native" and rope is not None and isinstance(kv_C2KRH, jax.Array):
+        places_T = {"pages_T": batch.write_pages_T, "rows_T": batch.write_rows_T}
+        q_TNH, kv_C2KRH = rotate_and_write(q_TNH, k_TKH, v_TKH, rope, kv_C2KRH, **places_T)
+    else:
+        if rope is not None:
+            q_TNH, k_TKH = rotate(q_TNH, *rope), rotate(k_TKH, *rope)
+        kv_C2KRH = write_kv(kv_C2KRH, k_TKH, v_TKH, batch=batch)
     out_TNH = paged_attention(
         q_TNH.astype(wider_dtype(params["q_DNH"], kv_C2KRH)),
         kv_C2KRH,
@@ -126,10 +169,8 @@ def attention_block(
         impl=kernels.attention,
     )
     out_TF = out_TNH.astype(weight_dtype).reshape(T, config.num_heads * config.head_dim)
-    (out_TD,) = project(out_TF, params["o_NHD"], impl=kernels.matmul)
-    if config.o_bias:
-        out_TD += params["o_bias_D"][None].astype(jnp.float32)
-    return kv_C2KRH, out_TD
+    x_TD = add_output(params, x_TD, out_TF, "attn", config=config, matmul=kernels.matmul)
+    return kv_C2KRH, x_TD
 
 
 def write_kv(kv_C2KRH: Pool, k_TKH: jax.Array, v_TKH: jax.Array, *, batch: TokenBatch) -> Pool:
@@ -162,14 +203,14 @@ def write_kv(kv_C2KRH: Pool, k_TKH: jax.Array, v_TKH: jax.Array, *, batch: Token
 
 
 def mlp_block(
-    params: Params, y_TD: jax.Array, *, config: ModelConfig, matmul: MatmulImpl
+    params: Params, x_TD: jax.Array, *, config: ModelConfig, matmul: MatmulImpl
 ) -> jax.Array:
-    """Returns the gated MLP's output: down(activation(gate(y)) * up(y)).
+    """Returns the residual stream after the gated MLP, down(activation(gate(y)) * up(y)).
 
     SwiGLU and GEGLU of Shazeer 2020, eq. 6.
     """
     gate, up = params["gate_DF"], params["up_DF"]
-    y_TD = y_TD.astype(gate.dtype)
+    y_TD = normed_input(params, x_TD, "mlp", config=config, matmul=matmul).astype(gate.dtype)
     if matmul == "native" and config.activation == "silu" and not config.mlp_bias:
         hidden_TF = project_silu(y_TD, gate, up)
     else:
@@ -178,7 +219,4 @@ def mlp_block(
             gate_TF += params["gate_bias_F"][None].astype(jnp.float32)
             up_TF += params["up_bias_F"][None].astype(jnp.float32)
         hidden_TF = (activate(gate_TF, config=config) * up_TF).astype(gate.dtype)
-    (out_TD,) = project(hidden_TF, params["down_FD"], impl=matmul)
-    if config.mlp_bias:
-        out_TD += params["down_bias_D"][None].astype(jnp.float32)
-    return out_TD
+    return add_output(params, x_TD, hidden_TF, "mlp", config=config, matmul=matmul)

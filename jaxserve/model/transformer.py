@@ -15,6 +15,7 @@ from jaxserve.kernels.dot import (
     take_columns,
 )
 from jaxserve.kernels.pool import Pool
+from jaxserve.kernels.rows import norm as native_norm
 from jaxserve.model.batch import TokenBatch, find_real_tokens, spread_rows
 from jaxserve.model.config import LayerConfig, ModelConfig
 from jaxserve.model.experts import experts_block
@@ -112,10 +113,10 @@ def layer(
     kernels: Kernels,
 ) -> tuple[Pool, jax.Array]:
     """Returns the layer's pool and the residual stream after it."""
-    kv_C2KRH, added_TD = attention_block(
+    kv_C2KRH, x_TD = attention_block(
         params,
         kv_C2KRH,
-        normed_input(params, x_TD, "attn", config=config),
+        x_TD,
         batch=batch,
         rope=rope,
         config=config,
@@ -124,13 +125,11 @@ def layer(
         tile=tile,
         kernels=kernels,
     )
-    x_TD = x_TD + normed_output(params, added_TD, "attn", config=config)
-    y_TD = normed_input(params, x_TD, "mlp", config=config)
-    if layer_config.mlp == "experts":
-        is_real_T = find_real_tokens(batch.q_lens_X, num_single_rows=num_single_rows, tile=tile)
-        added_TD = experts_block(params, y_TD, is_real_T, config=config)
-    else:
-        added_TD = mlp_block(params, y_TD, config=config, matmul=kernels.matmul)
+    if layer_config.mlp != "experts":
+        return kv_C2KRH, mlp_block(params, x_TD, config=config, matmul=kernels.matmul)
+    y_TD = normed_input(params, x_TD, "mlp", config=config, matmul=kernels.matmul)
+    is_real_T = find_real_tokens(batch.q_lens_X, num_single_rows=num_single_rows, tile=tile)
+    added_TD = experts_block(params, y_TD, is_real_T, config=config)
     return kv_C2KRH, x_TD + normed_output(params, added_TD, "mlp", config=config)
 
 
@@ -160,9 +159,8 @@ def logits(
     """
     check_shapes(hidden_BD=hidden_BD)
     head_VD = params["embedding_VD" if config.tied_head else "head_VD"]
-    y_BD = rms_norm(
-        hidden_BD.astype(jnp.float32), params["final_norm_D"], eps=config.norm_eps
-    ).astype(head_VD.dtype)
+    norm = native_norm if matmul == "native" else rms_norm
+    y_BD = norm(hidden_BD, params["final_norm_D"], eps=config.norm_eps).astype(head_VD.dtype)
     logits_BV = project_transposed(y_BD, head_VD, impl=matmul)
     if config.final_soft_cap is not None:
         logits_BV = soft_cap(logits_BV, config.final_soft_cap)

@@ -19,27 +19,31 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def persistent_cache(root: Path | None) -> Iterator[None]:
+def persistent_cache(root: Path | None) -> Iterator[CacheEntries | None]:
     """Has JAX keep what is compiled inside, however small, in a versioned folder under `root`.
 
-    A folder that cannot be used is a warning, never an error; so is an entry that cannot be read
-    or kept (`CacheEntries`). JAX's own settings hold again afterwards.
+    Gives the folder's entries, for what else is kept there; None where nothing is. A folder that
+    cannot be used is a warning, never an error; so is an entry that cannot be read or kept
+    (`CacheEntries`). JAX's own settings hold again afterwards.
     """
     folder = _usable_folder(root) if root else None
     if folder is None:
-        yield
+        yield None
         return
     settings = {
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
         "jax_raise_persistent_cache_errors": False,
+        # a kept trace is the one that would be made, not one that an older JAX could read
+        "jax_export_ignore_forward_compatibility": True,
     }
     before = {name: getattr(jax.config, name) for name in settings}
     _apply(settings)
-    CacheEntries(folder).install()
+    entries = CacheEntries(folder)
+    entries.install()
     try:
-        yield
+        yield entries
     finally:
         _apply(before)
 

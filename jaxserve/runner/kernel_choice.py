@@ -46,7 +46,7 @@ def choose_kernels(
     section, platform = config.runner, device.platform
     dtype, kv_dtype = dtypes
     problem = _find_native_problem(platform)
-    attention_problem = problem or find_attention_problem(model.head_dim, kv_dtype=kv_dtype)
+    attention_problem = problem or find_attention_problem(model.head_dim)
     matmul_problem = problem or _find_matmul_problem(model, dtype)
     attention = section.attention
     matmul = section.matmul

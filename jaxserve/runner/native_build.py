@@ -25,13 +25,23 @@ from jaxserve.errors import JaxserveError
 logger = logging.getLogger(__name__)
 
 HERE: Final = Path(__file__).parents[1] / "kernels" / "native"
-SOURCES: Final = ("attention.cc", "dot.cc", "gated.cc")
-TARGETS: Final = ("jaxserve_paged_attention", "jaxserve_dot", "jaxserve_gated")
+SOURCES: Final = ("attention.cc", "dot.cc", "gated.cc", "norm.cc", "rotate_write.cc")
+TARGETS: Final = (
+    "jaxserve_paged_attention",
+    "jaxserve_dot",
+    "jaxserve_dot_add",
+    "jaxserve_gated",
+    "jaxserve_norm",
+    "jaxserve_rotate_write",
+)
 FLAGS: Final = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-fno-exceptions", "-w")
 COMPILERS: Final = ("c++", "g++", "clang++")
-TIMEOUT_S: Final = 300.0
+TIMEOUT_S: Final = 300.0  # of compiling
+PROBE_TIMEOUT_S: Final = 20.0  # of asking the compiler for its macros
 
 _DIGEST_BYTES: Final = hashlib.sha256().digest_size
+_FOLDER_PREFIX: Final = "jaxserve-native-"
+_DAY_S: Final = 24 * 3600
 
 _loaded: list[ctypes.CDLL] = []  # a process registers its functions once
 
@@ -64,19 +74,24 @@ def load_native(cache_dir: Path | None) -> None:
     path = None if cache_dir is None else cache_dir / f"native-{_digest(compiler)}.so"
     if path is not None and _load_kept(path):
         return
+    _remove_leftovers(cache_dir)
     try:
-        folder = tempfile.TemporaryDirectory(prefix="jaxserve-native-")
+        folder = tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX)
     except OSError as error:
         raise NativeUnavailableError(f"there is no folder to compile in: {error}") from error
     with folder:
         began_s = time.monotonic()
-        built = _build(compiler, Path(folder.name))
         logger.info(
-            "native kernels built compiler=%s seconds=%.1f",
+            "native kernels are being built compiler=%s timeout_s=%.0f",
             " ".join(compiler),
-            time.monotonic() - began_s,
+            TIMEOUT_S,
         )
-        _register(built)
+        built = _build(compiler, Path(folder.name))
+        try:
+            _register(built)
+        except NativeUnavailableError as error:
+            raise NativeUnavailableError(f"what {' '.join(compiler)} made: {error}") from error
+        logger.info("native kernels built seconds=%.1f", time.monotonic() - began_s)
         if path is not None:
             _keep(built, path)
 
@@ -87,13 +102,14 @@ def _build(compiler: tuple[str, ...], folder: Path) -> Path:
     def compile_one(name: str) -> str:
         compiled = str(folder / f"{name}.o")
         include = f"-I{jax.ffi.include_dir()}"
-        _run([*compiler, *FLAGS, include, "-c", str(HERE / name), "-o", compiled])
+        command = [*compiler, *FLAGS, include, "-c", str(HERE / name), "-o", compiled]
+        _run(command, timeout_s=TIMEOUT_S)
         return compiled
 
     with ThreadPoolExecutor(len(SOURCES)) as pool:
         objects = list(pool.map(compile_one, SOURCES))
     built = folder / "native.so"
-    _run([*compiler, *FLAGS, "-shared", *objects, "-o", str(built)])
+    _run([*compiler, *FLAGS, "-shared", *objects, "-o", str(built)], timeout_s=TIMEOUT_S)
     return built
 
 
@@ -109,7 +125,8 @@ def find_compiler() -> tuple[str, ...] | None:
         except ValueError as error:
             raise NativeUnavailableError(f"$CXX is {cxx!r}: {error}; mend it") from error
         if shutil.which(words[0]) is None:
-            raise NativeUnavailableError(f"$CXX is {words[0]}, which is not there; mend it")
+            text = f"$CXX is {words[0]!r}, which is no command that is there; mend it, or unset it"
+            raise NativeUnavailableError(text)
         return tuple(words)
     for name in COMPILERS:
         if found := shutil.which(name):
@@ -121,7 +138,8 @@ def find_compiler() -> tuple[str, ...] | None:
 
 def _digest(compiler: tuple[str, ...]) -> str:
     # What the compiler predefines tells its version and this machine's instructions.
-    macros = _run([*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
+    probe = [*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull]
+    macros = _run(probe, timeout_s=PROBE_TIMEOUT_S)
     headers = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api"
     hashed = hashlib.sha256(macros + b"\0".join(word.encode() for word in (*compiler, *FLAGS)))
     files = [*headers.glob("*.h"), *HERE.glob("*.h"), *map(HERE.joinpath, SOURCES)]
@@ -130,9 +148,9 @@ def _digest(compiler: tuple[str, ...]) -> str:
     return hashed.hexdigest()[:16]
 
 
-def _run(command: Sequence[str]) -> bytes:
+def _run(command: Sequence[str], *, timeout_s: float) -> bytes:
     try:
-        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailableError(
             f"the C++ compiler {command[0]} cannot be run: {error}"
@@ -173,6 +191,18 @@ def _keep(built: Path, path: Path) -> None:
         logger.info("native kernels cannot be kept path=%s error=%r", path, error)
         with contextlib.suppress(OSError, ValueError):
             temporary.unlink(missing_ok=True)
+
+
+def _remove_leftovers(cache_dir: Path | None) -> None:
+    """Removes what starts that were killed while they built left behind a day ago or earlier."""
+    # what cannot be looked at is not in the way; ValueError: a NUL in the name
+    with contextlib.suppress(OSError, ValueError):
+        for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+            if folder.stat().st_mtime < time.time() - _DAY_S:
+                shutil.rmtree(folder, ignore_errors=True)
+        for file in () if cache_dir is None else cache_dir.glob(".native-*.tmp"):
+            if file.stat().st_mtime < time.time() - _DAY_S:
+                file.unlink()
 
 
 def _register(path: Path) -> None:

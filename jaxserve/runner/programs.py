@@ -1,69 +1,31 @@
-"""The compiled programs of a runner: their keys, their compilation, and the guard after it."""
+"""The compiled programs of a runner: which there are, their compilation, and the guard after it."""
 
 import contextlib
-import dataclasses
-import functools
 import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Literal
 
-import flax.traverse_util
 import jax
-from jax import ShapeDtypeStruct
-from jax import numpy as jnp
 
 from jaxserve.errors import RecompileError
 from jaxserve.metrics import Metrics
-from jaxserve.model.masks import num_words
-from jaxserve.model.packing import abstract_packed
-from jaxserve.model.params import Params, abstract_params
 from jaxserve.plan import Bucket
-from jaxserve.runner import steps
-from jaxserve.runner.batch import COPY_WIDTH, SCORE_WIDTH, SWAP_WIDTH, packed_len
-from jaxserve.runner.buckets import VARIANTS, BucketScheme, OutputBucket, Reach
+from jaxserve.runner.buckets import VARIANTS, BucketScheme, Reach
+from jaxserve.runner.cache_entries import CacheEntries
 from jaxserve.runner.capture import COMMAND_KINDS, Capture, read_capture
 from jaxserve.runner.compile_cache import persistent_cache
 from jaxserve.runner.compile_watch import COMPILE_THREAD_PREFIX, CompileWatch
+from jaxserve.runner.kept_traces import lower_or_read
+from jaxserve.runner.lowering import Kind, ProgramKey
 from jaxserve.runner.spec import RunnerSpec
-from jaxserve.runner.state import COUNT_WIDTH, LOAD_WIDTH, add_counts, load_len, load_rows
 
 logger = logging.getLogger(__name__)
 
-# What a step may run beside its forward and its output.
-SideKind = Literal["score", "row_load", "counts", "page_copy", "page_out", "page_in"]
-Kind = Literal["init", "forward", "output"] | SideKind
-
 # Called after each program: programs done, of how many, the last one's name, its seconds.
 Progress = Callable[[int, int, str, float], None]
-
-
-@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
-class ProgramKey:
-    """Everything that changes a compiled program: equal keys are the same program."""
-
-    kind: Kind
-    spec: RunnerSpec
-    bucket: Bucket | OutputBucket | None = None
-
-    @property
-    def name(self) -> str:
-        return self.kind if self.bucket is None else f"{self.kind} {bucket_name(self.bucket)}"
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """The metrics' labels of what is counted for each program."""
-        return {"kind": self.kind, "bucket": bucket_name(self.bucket) if self.bucket else ""}
-
-
-def bucket_name(bucket: Bucket | OutputBucket) -> str:
-    """Returns the metrics' word for a bucket: `8x1+64` of a forward, `8 greedy` of an output."""
-    if isinstance(bucket, OutputBucket):
-        return f"{bucket.rows} {bucket.variant}"
-    return bucket.name
 
 
 def program_keys(
@@ -137,10 +99,10 @@ class Programs:
         """
         missing = [key for key in keys if key not in self._compiled]
         with (
-            persistent_cache(cache_dir),
+            persistent_cache(cache_dir) as entries,
             ThreadPoolExecutor(num_threads, thread_name_prefix=COMPILE_THREAD_PREFIX) as pool,
         ):
-            futures = {pool.submit(self._compile, key): key for key in missing}
+            futures = {pool.submit(self._compile, key, entries): key for key in missing}
             try:
                 for num_done, future in enumerate(as_completed(futures), 1):
                     key = futures[future]
@@ -154,12 +116,15 @@ class Programs:
             finally:
                 pool.shutdown(cancel_futures=True)  # after a failure the rest is not compiled
 
-    def _compile(self, key: ProgramKey) -> tuple[jax.stages.Compiled, float, bool]:
+    def _compile(
+        self, key: ProgramKey, entries: CacheEntries | None
+    ) -> tuple[jax.stages.Compiled, float, bool]:
         """Returns the program, the seconds it took, and whether nothing had to be compiled."""
         started_s = time.monotonic()
         watch = self._watch
         hits_before, compiles_before = watch.num_hits_here, watch.num_compiles_here
-        compiled = lower(key).compile(compiler_options(key.spec, jax.default_backend()))
+        lowered = lower_or_read(key, entries)
+        compiled = lowered.compile(compiler_options(key.spec, jax.default_backend()))
         if key.spec.command_buffers:
             self._note_capture(key, read_capture(compiled.as_text() or ""))
         num_hits = watch.num_hits_here - hits_before
@@ -206,93 +171,3 @@ def compiler_options(spec: RunnerSpec, platform: str) -> dict[str, str | bool | 
         # operations is about float32 atomics, and no program has any.
         options["xla_gpu_autotune_level"] = 0
     return options
-
-
-def lower(key: ProgramKey, sharding: jax.sharding.Sharding | None = None) -> jax.stages.Lowered:
-    """Returns the traced program, with what it replaces donated.
-
-    Args:
-      sharding: where every argument lies; None is the default device.
-    """
-    spec, V = key.spec, key.spec.model.padded_vocab_size
-    shape = functools.partial(ShapeDtypeStruct, dtype=jnp.int32)
-    # of the jitted function, whose trace JAX keeps: this is asked for each program
-    kv, state, hidden_TD = jax.eval_shape(_jit(steps.init_arrays), spec=spec)
-
-    def place(*arguments: object) -> tuple[object, ...]:
-        if sharding is None:
-            return arguments
-        placed: tuple[object, ...] = jax.tree.map(
-            lambda leaf: ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments
-        )
-        return placed
-
-    match key.kind, key.bucket:
-        case "init", None:
-            return _jit(steps.init_arrays).lower(spec=spec)
-        case "forward", Bucket() as bucket:
-            arguments = place(
-                abstract_tree(spec),
-                kv,
-                state.page_table_BP,
-                hidden_TD,
-                state.last_token_B,
-                shape((packed_len(bucket, spec),)),
-            )
-            return _jit(steps.forward_step, "spec bucket", donate=(1, 2, 3)).lower(
-                *arguments, spec=spec, bucket=bucket
-            )
-        case "output", OutputBucket() as bucket:
-            arguments = place(
-                head_params(abstract_tree(spec)),
-                hidden_TD,
-                state.last_token_B,
-                state.sampling,
-                shape((4, bucket.rows)),
-            )
-            if bucket.variant == "full":
-                mask_RW = shape((bucket.rows, num_words(V)), dtype=jnp.uint32)
-                return _jit(steps.full_output_step, donate=(2, 3)).lower(
-                    *arguments, *place(mask_RW), spec=spec
-                )
-            return _jit(steps.output_step, "spec variant", donate=(2,)).lower(
-                *arguments, spec=spec, variant=bucket.variant
-            )
-        case "score", None:
-            arguments = place(head_params(abstract_tree(spec)), hidden_TD, shape((2, SCORE_WIDTH)))
-            return _jit(steps.score_step).lower(*arguments, spec=spec)
-        case "row_load", None:
-            arguments = place(state, shape((LOAD_WIDTH, load_len(spec))))
-            return _jit(load_rows, donate=(0,)).lower(*arguments, spec=spec)
-        case "counts", None:
-            arguments = place(state.sampling.counts_BV, shape((3, COUNT_WIDTH)))
-            return _jit(add_counts, "", donate=(0,)).lower(*arguments)
-        case "page_copy", None:
-            arguments = place(kv, shape((2, COPY_WIDTH)))
-            return _jit(steps.copy_pages, "", donate=(0,)).lower(*arguments)
-        case "page_out", None:
-            return _jit(steps.page_out, "").lower(*place(kv, shape((SWAP_WIDTH,))))
-        case "page_in", None:
-            layers = jax.eval_shape(functools.partial(steps.empty_pages, SWAP_WIDTH, spec=spec))
-            arguments = place(kv, shape((SWAP_WIDTH,)), layers)
-            return _jit(steps.page_in, "", donate=(0,)).lower(*arguments)
-    raise AssertionError(f"no such program: {key}")
-
-
-def _jit(
-    function: Callable[..., object], static: str = "spec", *, donate: tuple[int, ...] = ()
-) -> jax.stages.Wrapped:
-    return jax.jit(function, static_argnames=static.split(), donate_argnums=donate)
-
-
-def abstract_tree(spec: RunnerSpec) -> Params:
-    """Returns the shapes of the parameters, nested as the parameters are."""
-    flat = abstract_params(spec.model, spec.dtype)
-    shapes = {path: ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat.items()}
-    nested: Params = flax.traverse_util.unflatten_dict(shapes, sep="/")
-    return abstract_packed(nested, spec.model) if spec.kernels.matmul == "native" else nested
-
-
-def head_params(params: Params) -> Params:
-    """Returns the parameters outside the layers: all that the output programs read."""
-    return {name: leaf for name, leaf in params.items() if name != "layers"}

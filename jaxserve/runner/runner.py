@@ -43,19 +43,14 @@ from jaxserve.runner.device import find_device
 from jaxserve.runner.host_store import HostStore
 from jaxserve.runner.in_flight import LaunchedStep
 from jaxserve.runner.kernel_choice import choose_kernels
+from jaxserve.runner.lowering import ProgramKey, head_params
 from jaxserve.runner.memory import (
     choose_dtypes,
     naming_lack_of_memory,
     read_cpu_flags,
 )
 from jaxserve.runner.placement import place_params
-from jaxserve.runner.programs import (
-    ProgramKey,
-    Programs,
-    Progress,
-    head_params,
-    program_keys,
-)
+from jaxserve.runner.programs import Programs, Progress, program_keys
 from jaxserve.runner.prompt_time import time_prompt
 from jaxserve.runner.results import build_layout
 from jaxserve.runner.row_variants import RowVariants

@@ -19,6 +19,7 @@ from jaxserve.model.config import MAX_EOS_IDS, ModelConfig
 from jaxserve.model.masks import num_words
 from jaxserve.model.params import num_param_bytes
 from jaxserve.runner.buckets import BucketScheme, build_scheme
+from jaxserve.runner.lowering import ProgramKey
 from jaxserve.runner.memory import (
     check_pool_bytes,
     choose_max_model_tokens,
@@ -27,7 +28,7 @@ from jaxserve.runner.memory import (
     free_device_bytes,
     read_memory_bytes,
 )
-from jaxserve.runner.programs import ProgramKey, Programs, program_keys
+from jaxserve.runner.programs import Programs, program_keys
 from jaxserve.runner.spec import DtypeName, KvDtypeName, RunnerSpec, bytes_of_page
 from jaxserve.runner.steps import init_arrays
 

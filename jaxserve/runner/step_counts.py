@@ -6,7 +6,7 @@ from typing import Final, get_args
 from jaxserve.metrics import Metrics
 from jaxserve.plan import Bucket, StepPlan
 from jaxserve.runner.buckets import BucketScheme, OutputBucket
-from jaxserve.runner.programs import ProgramKey, SideKind, bucket_name
+from jaxserve.runner.lowering import ProgramKey, SideKind, bucket_name
 from jaxserve.runner.spec import RunnerSpec
 
 SIDE_KINDS: Final[tuple[SideKind, ...]] = get_args(SideKind)

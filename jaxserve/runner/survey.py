@@ -9,8 +9,9 @@ from jaxserve.metrics import Metrics
 from jaxserve.model.config import ModelConfig
 from jaxserve.runner.device import find_device
 from jaxserve.runner.kernel_choice import choose_kernels
+from jaxserve.runner.lowering import Kind, ProgramKey, bucket_name
 from jaxserve.runner.memory import choose_dtypes, read_cpu_flags
-from jaxserve.runner.programs import Kind, ProgramKey, Programs, Progress, bucket_name, program_keys
+from jaxserve.runner.programs import Programs, Progress, program_keys
 from jaxserve.runner.sizing import size_runner
 
 _ORDER: Final[tuple[Kind, ...]] = (

@@ -16,12 +16,12 @@ from jaxserve.kernels.paged_attention.xla import BLOCK_TOKENS
 from jaxserve.kernels.pool import empty_pool
 from jaxserve.model.config import MAX_EOS_IDS, ModelConfig
 from jaxserve.plan import Bucket
-from jaxserve.runner import programs
 from jaxserve.runner.batch import COPY_WIDTH, SCORE_WIDTH, num_attention_rows
 from jaxserve.runner.buckets import OutputBucket, build_scheme
 from jaxserve.runner.capture import read_capture
 from jaxserve.runner.kernel_choice import choose_sampling
-from jaxserve.runner.programs import ProgramKey, program_keys
+from jaxserve.runner.lowering import ProgramKey, lower
+from jaxserve.runner.programs import compiler_options, program_keys
 from jaxserve.runner.spec import KvDtypeName, RunnerSpec
 from scripts.gpu_check import h200
 from scripts.gpu_check.dump import Compiled, Coverage, read_coverage
@@ -184,9 +184,9 @@ class Checked:
 
 def check_program(key: ProgramKey, mesh: jax.sharding.Mesh) -> Checked:
     compiled = h200.compile_for(
-        lambda: programs.lower(key, h200.place_on(mesh)),
+        lambda: lower(key, h200.place_on(mesh)),
         mesh,
-        programs.compiler_options(key.spec, "gpu"),
+        compiler_options(key.spec, "gpu"),
     )
     coverage, limits = read_coverage(compiled.thunk_sequence), find_limits(key)
     faults = tuple(find_faults(compiled, coverage, limits))

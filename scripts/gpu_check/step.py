@@ -10,7 +10,8 @@ from jaxserve.metrics import Metrics
 from jaxserve.model.params import init_params
 from jaxserve.plan import Chunk, RowLoad, StepPlan
 from jaxserve.request import SamplingParams
-from jaxserve.runner.programs import ProgramKey, Programs
+from jaxserve.runner.lowering import ProgramKey
+from jaxserve.runner.programs import Programs
 from jaxserve.runner.runner import Runner
 from scripts.gpu_check.faults import Fault, Kind
 from scripts.gpu_report import make_config

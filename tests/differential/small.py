@@ -16,7 +16,7 @@ from jaxserve.config import Config, PrefixCacheSection
 from jaxserve.engine import Stream
 from jaxserve.model.params import Params
 from jaxserve.request import GenerationRequest, Request, SamplingParams, SequenceState
-from jaxserve.runner.programs import head_params
+from jaxserve.runner.lowering import head_params
 from jaxserve.runner.runner import Runner
 from jaxserve.text.constraints import Constraint, Constraints
 from tests.differential.stage import EOS_ID, MODEL, build_engine, tiny_params

@@ -176,12 +176,30 @@ def test_a_bound_that_was_sent_as_a_float32_is_allowed(name: str, value: float) 
     assert admit(**fields).prompt == (1, 2, 3)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 1e6), ("top_p", 1.0), ("min_p", 1.0), ("repetition_penalty", 1e6),
+        ("presence_penalty", 2.0), ("frequency_penalty", -2.0),
+    ],
+)  # fmt: skip
+def test_the_next_number_beyond_a_bound_is_refused(name: str, value: float) -> None:
+    fields: dict[str, Any] = {name: math.nextafter(value, 2 * value)}
+    with pytest.raises(InvalidRequestError, match=f"{name} is .*, but must be a number in"):
+        admit(**fields)
+
+
+def test_the_next_number_below_the_least_penalty_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"repetition_penalty is .*, but must be"):
+        admit(repetition_penalty=math.nextafter(1e-6, 0.0))
+
+
 @pytest.mark.parametrize("value", [-1e20, 1e20])
 def test_a_bias_at_its_bound_may_be_a_float32(value: float) -> None:
     bias = {5: float(np.float32(value))}
     assert admit(logit_bias=bias).sampling.logit_bias == bias
     with pytest.raises(InvalidRequestError, match=r"must be a number in \[-1e\+20, 1e\+20\]"):
-        admit(logit_bias={5: value * 1.0001})
+        admit(logit_bias={5: math.nextafter(value, 2 * value)})
 
 
 def test_everything_is_resolved() -> None:

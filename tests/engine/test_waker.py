@@ -22,7 +22,7 @@ from jaxserve.engine import waker as waker_module
 from jaxserve.engine.events import ChoiceFinished, Delta, Event
 from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.engine.stream import Stream
-from jaxserve.engine.waker import MAX_HOLD_S, MAX_WAKES, Waiter, Waker
+from jaxserve.engine.waker import MAX_HOLD_S, MAX_WAKES, MIN_WAKES, Waiter, Waker
 from jaxserve.errors import JaxserveError, NumericsError
 from jaxserve.metrics import Metrics
 from jaxserve.request import FinishReason
@@ -144,6 +144,54 @@ def test_it_is_crowded_while_more_want_a_turn_than_a_short_step_has(
         assert waker.is_crowded is is_crowded
         waker.flush()
         assert not waker.is_crowded
+
+
+def _num_woken(waker: Waker, loop: Loop, *, now_s: float, is_late: bool) -> int:
+    """Of more than have a turn; nobody is left waiting."""
+    waiters = waiters_of(loop, 2 * MAX_WAKES)
+    for waiter in waiters:
+        waker.join(waiter)
+    waker.flush_turns(now_s, is_late=is_late)
+    number = len(woken(waiters))
+    waker.flush()
+    return number
+
+
+def test_there_are_fewer_turns_while_the_host_is_late_and_more_again_behind_it() -> None:
+    with open_loop() as loop:
+        waker = Waker()
+        numbers = [
+            _num_woken(waker, loop, now_s=step * STEP_S, is_late=step < 50) for step in range(150)
+        ]
+        assert numbers[0] == 2 * MAX_WAKES  # of no step before it: as long as any may be
+        assert numbers[1:4] == [MAX_WAKES - 8, MAX_WAKES - 12, MAX_WAKES - 16]
+        assert numbers[49] == MIN_WAKES
+        assert numbers[50:53] == [MIN_WAKES + 1, MIN_WAKES + 2, MIN_WAKES + 3]
+        assert numbers[149] == MAX_WAKES
+
+
+def test_one_late_step_in_five_takes_no_turns_for_good() -> None:
+    with open_loop() as loop:
+        waker = Waker()
+        for step in range(1, 200):
+            number = _num_woken(waker, loop, now_s=step * STEP_S, is_late=step % 5 == 0)
+        assert number >= MAX_WAKES - 4
+
+
+def test_nobody_waits_longer_where_the_host_is_late() -> None:
+    with open_loop() as loop:
+        waker = Waker()
+        for step in range(50):
+            _num_woken(waker, loop, now_s=step * STEP_S, is_late=True)
+        waiters = waiters_of(loop, 5 * MAX_WAKES)
+        for waiter in waiters:
+            waker.join(waiter)
+        first_s = 50 * STEP_S
+        for step in range(4):
+            waker.flush_turns(first_s + step * STEP_S, is_late=True)
+        assert len(woken(waiters)) == 4 * MIN_WAKES
+        waker.flush_turns(first_s + 4 * STEP_S, is_late=True)
+        assert len(woken(waiters)) == 5 * MAX_WAKES
 
 
 def test_it_stays_crowded_where_all_are_overdue_together() -> None:

@@ -37,13 +37,11 @@ MARKS: Mapping[Impl, tuple[pytest.MarkDecorator, ...]] = {
     "native": (pytest.mark.native,),
 }
 IMPLS = [pytest.param(impl, marks=marks) for impl, marks in MARKS.items()]
-QUANTIZED_IMPLS = IMPLS[:-1]
-# Each implementation with a pool of the queries' own dtype (None), and of each that it can read.
+# Each implementation with a pool of the queries' own dtype (None), and of each of one byte.
 POOLS = [
     pytest.param(impl, dtype, marks=marks, id=f"{impl}-{dtype}" if dtype else impl)
     for dtype in (None, *QUANTIZED)
     for impl, marks in MARKS.items()
-    if dtype is None or impl != "native"
 ]
 on_every_pool = pytest.mark.parametrize(("impl", "kv_dtype"), POOLS)
 

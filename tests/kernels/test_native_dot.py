@@ -12,6 +12,7 @@ from jaxserve.kernels.dot import (
     PackedWeight,
     find_matmul_problem,
     project,
+    project_onto,
     project_silu,
     project_transposed,
     take_columns,
@@ -26,6 +27,7 @@ ROWS = (1, 2, 3, 4, 5, 11, 12, 13, 24, 25, 31, 47, 63, 64, 129)
 TOLERANCE = 2e-6
 
 _project = jax.jit(project, static_argnames="impl")
+_project_onto = jax.jit(project_onto)
 _project_silu = jax.jit(project_silu)
 _project_transposed = jax.jit(project_transposed, static_argnames="impl")
 
@@ -154,6 +156,19 @@ def test_large_numbers_are_summed_and_overflow_to_infinity(M: int) -> None:
     np.testing.assert_array_equal(multiply(x_MK, w_KN)[0], np.float32(2.0**122))
     w_KN[:, :] = 2.0**100
     np.testing.assert_array_equal(multiply(x_MK, w_KN)[0], np.float32(np.inf))
+
+
+@pytest.mark.parametrize("case", [*EDGES, *random_cases(6)], ids=str)
+def test_a_product_that_is_added_is_bit_for_bit_the_product_added(
+    case: tuple[int, int, int],
+) -> None:
+    M, K, N = case
+    x_MK, w_KN = normal(13, M, K), normal(14, K, N)
+    before_MN = np.random.default_rng(15).standard_normal((M, N)).astype(np.float32)
+    given_MN = jnp.asarray(before_MN)
+    y_MN = np.asarray(_project_onto(given_MN, x_MK, packed_of(w_KN)))
+    np.testing.assert_array_equal(y_MN, before_MN + multiply(x_MK, w_KN)[0])
+    np.testing.assert_array_equal(np.asarray(given_MN), before_MN)  # whose place it is not
 
 
 def gated(x_MK: np.ndarray, gate_KN: np.ndarray, up_KN: np.ndarray) -> np.ndarray:

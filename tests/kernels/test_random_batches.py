@@ -67,6 +67,12 @@ SHAPES = {
     "float8": Shape(
         page=128, kv_dtype="float8_e4m3fn", dtype="bfloat16", head_dim=128, heads=(8, 2)
     ),
+    "int8, heads of 80": Shape(
+        page=128, kv_dtype="int8", dtype="bfloat16", head_dim=80, heads=(6, 2)
+    ),
+    "float8, heads of 256": Shape(
+        page=32, kv_dtype="float8_e4m3fn", window=64, head_dim=256, heads=(3, 1)
+    ),
     "float8, fixed splits": Shape(
         page=64,
         kv_dtype="float8_e4m3fn",
@@ -79,7 +85,6 @@ on_every_shape = pytest.mark.parametrize(
         pytest.param(impl, name, marks=marks)
         for name, shape in SHAPES.items()
         for impl, marks in MARKS.items()
-        if shape.kv_dtype is None or impl != "native"
     ],
 )
 

@@ -47,6 +47,16 @@ KINDS = [
     pytest.param(
         ("native", "native", "bfloat16", "auto"), id="native-bfloat16", marks=pytest.mark.native
     ),
+    pytest.param(
+        ("native", "native", "bfloat16", "int8"),
+        id="native-bfloat16-int8",
+        marks=pytest.mark.native,
+    ),
+    pytest.param(
+        ("native", "xla", "float32", "float8_e4m3fn"),
+        id="native-float32-float8",
+        marks=pytest.mark.native,
+    ),
 ]
 
 head_logits = jax.jit(logits, static_argnames=("config", "matmul"))

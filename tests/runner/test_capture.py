@@ -10,7 +10,8 @@ import pytest
 from jaxserve.metrics import Metrics
 from jaxserve.runner import programs
 from jaxserve.runner.capture import COMMAND_KINDS, Capture, read_capture
-from jaxserve.runner.programs import ProgramKey, Programs, compiler_options
+from jaxserve.runner.lowering import ProgramKey
+from jaxserve.runner.programs import Programs, compiler_options
 from tests.runner.driver import tiny_sizes
 
 KERNEL = "fusion(%a), kind=kLoop, calls=%fused"

@@ -112,15 +112,13 @@ def test_attention_of_an_odd_head_is_xla_and_says_why(
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
-def test_attention_of_a_pool_of_one_byte_is_xla_and_says_why(
+def test_attention_of_a_pool_of_one_byte_is_native_too(
     kv_dtype: KvDtypeName, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert choose(kv_dtype=kv_dtype) == Kernels(attention="xla", matmul="native")
-    reason = f"the KV pool is {kv_dtype}, and it reads float32 and bfloat16"
-    assert f"kernels attention is xla reason={reason}" in caplog.text
-    with pytest.raises(ConfigError, match=f"runner.attention is native, but {reason}"):
-        choose(kv_dtype=kv_dtype, attention="native")
+    for attention in ("auto", "native"):
+        assert choose(kv_dtype=kv_dtype, attention=attention) == NATIVE
+    assert "reason" not in caplog.text
     assert choose(kv_dtype=kv_dtype, device=H200, attention="triton").attention == "triton"
 
 

@@ -15,7 +15,8 @@ from jaxserve.kernels.pool import empty_pool
 from jaxserve.metrics import Metrics
 from jaxserve.model.params import num_param_bytes
 from jaxserve.runner import memory, sizing
-from jaxserve.runner.programs import ProgramKey, Programs
+from jaxserve.runner.lowering import ProgramKey
+from jaxserve.runner.programs import Programs
 from jaxserve.runner.spec import KvDtypeName, bytes_of_page
 from tests.runner.driver import CONFIG, MODEL
 

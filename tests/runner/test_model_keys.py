@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxserve.model.config import ExpertsConfig, LayerConfig, ModelConfig, RopeConfig
-from jaxserve.runner.programs import ProgramKey, program_keys
+from jaxserve.runner.lowering import ProgramKey
+from jaxserve.runner.programs import program_keys
 from tests.runner.driver import MODEL, tiny_sizes
 
 # Another value of each field of the model than in this one, which has all parts.

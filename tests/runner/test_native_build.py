@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def test_cxx_is_taken_first_with_its_words(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(NativeUnavailableError, match=r"\$CXX is .* closing quotation; mend it"):
         load_native(None)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(NativeUnavailableError, match=r"\$CXX is no-such-compiler, which is not"):
+    with pytest.raises(NativeUnavailableError, match=r"\$CXX is 'no-such-compiler', which is no"):
         load_native(None)
 
 
@@ -92,13 +93,20 @@ def test_a_broken_compiler_is_told_with_its_words(
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize(
+    ("limit", "script"),
+    [
+        ("PROBE_TIMEOUT_S", "exec sleep 20"),
+        ("TIMEOUT_S", 'case "$*" in *-E*) ;; *) exec sleep 20;; esac'),
+    ],
+)
 def test_a_compiler_that_does_not_end_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, script: str
 ) -> None:
-    monkeypatch.setenv("CXX", compiler_that(tmp_path, "exec sleep 20"))
-    monkeypatch.setattr(build, "TIMEOUT_S", 0.2)
+    monkeypatch.setenv("CXX", compiler_that(tmp_path, script))
+    monkeypatch.setattr(build, limit, 0.2)
     with pytest.raises(NativeUnavailableError, match=r"cannot be run: .* timed out"):
-        load_native(None)
+        load_native(tmp_path / "cache")
 
 
 @pytest.mark.native
@@ -206,12 +214,45 @@ def test_a_cache_folder_that_cannot_be_written_is_told_and_done_without(
 
 
 @pytest.mark.native
-def test_the_build_is_told_with_its_seconds(
+def test_the_build_is_told_before_with_its_compiler_and_after_with_its_seconds(
     sources: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     load_native(None)
-    assert "native kernels built compiler=" in caplog.text
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("native kernels are being built compiler=")
+    assert second.startswith("native kernels built seconds=")
+
+
+def test_what_makes_no_library_is_named(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = compiler_that(tmp_path, 'for last; do :; done; echo text > "$last"')
+    monkeypatch.setenv("CXX", compiler)
+    caplog.set_level(logging.INFO)
+    with pytest.raises(NativeUnavailableError, match=rf"what {compiler} made: .* cannot be loaded"):
+        load_native(tmp_path / "cache")
+    assert "native kernels built" not in caplog.text
+
+
+@pytest.mark.native
+def test_what_killed_builds_left_is_removed_after_a_day(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary, cache = tmp_path / "temporary", tmp_path / "cache"
+    names = ("old", "new")
+    for name in names:
+        (temporary / f"jaxserve-native-{name}").mkdir(parents=True)
+        (temporary / f"jaxserve-native-{name}" / "one.o").touch()
+        cache.mkdir(exist_ok=True)
+        (cache / f".native-{name}.so.1.tmp").touch()
+    a_day_ago_s = time.time() - 24 * 3600 - 1
+    for path in (temporary / "jaxserve-native-old", cache / ".native-old.so.1.tmp"):
+        os.utime(path, (a_day_ago_s, a_day_ago_s))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    load_native(cache)
+    assert [path.name for path in temporary.iterdir()] == ["jaxserve-native-new"]
+    assert {path.name for path in cache.glob(".native-*")} == {".native-new.so.1.tmp"}
 
 
 BUILD = """
@@ -247,7 +288,8 @@ import pytest
 from jaxserve.runner import native_build as build
 build.FLAGS = tuple("-march=x86-64-v3" if flag == "-march=native" else flag for flag in build.FLAGS)
 folder = "tests/kernels"
-suite = [f"{folder}/test_native_dot.py", f"{folder}/test_paged_attention.py"]
+names = ("native_dot", "native_rows", "paged_attention")
+suite = [f"{folder}/test_{name}.py" for name in names]
 sys.exit(pytest.main(["-q", "-m", "native", "-p", "no:cacheprovider", *suite]))
 """
 

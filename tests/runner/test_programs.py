@@ -23,13 +23,8 @@ from jaxserve.runner.batch import SCORE_WIDTH
 from jaxserve.runner.buckets import OutputBucket, Reach
 from jaxserve.runner.compile_cache import persistent_cache, versioned_folder
 from jaxserve.runner.kernel_choice import choose_attention, choose_sampling
-from jaxserve.runner.programs import (
-    ProgramKey,
-    Programs,
-    compiler_options,
-    lower,
-    program_keys,
-)
+from jaxserve.runner.lowering import ProgramKey, lower
+from jaxserve.runner.programs import Programs, compiler_options, program_keys
 from jaxserve.runner.results import num_logprob_columns
 from jaxserve.runner.runner import Runner
 from jaxserve.runner.sizing import RunnerSizes, size_runner

@@ -11,7 +11,7 @@ from jaxserve.errors import InvalidRequestError, RequestError, UnsupportedError
 from jaxserve.request import GenerationRequest
 from jaxserve.server.json_text import parse_json
 from jaxserve.server.openai import ENDPOINTS, Asked, read_asked
-from jaxserve.server.openai.fields import did_you_mean, shorten
+from jaxserve.server.openai.fields import did_you_mean, shorten, show_name
 
 SKIP_BYTES: Final = 1 << 20  # a line that is too long is passed over in such pieces
 BOM: Final = b"\xef\xbb\xbf"
@@ -253,10 +253,10 @@ def _find_body(document: Mapping[str, object]) -> tuple[str, object]:
 def _find_batch_body(document: Mapping[str, object]) -> tuple[str, object]:
     for name in document:
         if name not in _BATCH_FIELDS:
+            shown = shorten(show_name(name))
             raise InvalidRequestError(
-                f"{shorten(name)} is not a known field of a batch line"
-                f"{did_you_mean(name, _BATCH_FIELDS)}",
-                field=shorten(name),
+                f"{shown} is not a known field of a batch line{did_you_mean(name, _BATCH_FIELDS)}",
+                field=shown,
             )
     for name in _BATCH_FIELDS:
         if document.get(name) is None:

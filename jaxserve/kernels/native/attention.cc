@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "lanes.h"
@@ -26,30 +27,49 @@ constexpr int64_t kMaxHeadDim = 512;
 constexpr int64_t kItemsPerThread = 4;
 constexpr float kLowest = -0.7f * std::numeric_limits<float>::max();
 
+// A number of one byte stands for itself times a scale.
+template <typename KV>
+constexpr bool kHasScales = sizeof(KV) == 1;
+
+// What a number that `load` gives is multiplied with, beside its scale.
+template <typename KV>
+constexpr float kUnit = std::is_same_v<KV, Float8> ? kFloat8Unit : 1;
+
 // What a call is given; shapes as in api.py.
 struct Call {
+  const float* scales_C2KR;  // of a pool that has them
   const int32_t* page_table_XP;
   const int32_t* q_starts_X;
   const int32_t* q_lens_X;
-  int64_t X, Q, N, H, K, R, P;
+  int64_t X, N, H, K, R, P;
+  int64_t num_single_rows, tile;
   float scale;
   int64_t window;  // 0: none
   float soft_cap;  // 0: none
+
+  // Queries that there is room for, and the first of them.
+  int64_t room_of(int64_t x) const { return x < num_single_rows ? 1 : tile; }
+  int64_t first_of(int64_t x) const {
+    return x < num_single_rows ? x : num_single_rows + (x - num_single_rows) * tile;
+  }
 };
 
 // A thread's own memory; a query is a head's token, with its softmax so far.
 struct Scratch {
   alignas(64) float keys_HS[kMaxHeadDim * kBlock];  // transposed: a number of all keys side by side
   alignas(64) float values_SH[kBlock * kMaxHeadDim];
+  alignas(64) float scales_S[kBlock];  // of a head's keys, then of its values
   std::vector<float> q_MH, sum_MH, weights_MS, top_M, total_M;
 };
 
-// Where a block's keys and values of the first head are, row by row.
+// Where a block's keys and values of the first head are, row by row, and their scales.
 template <typename KV>
 struct Rows {
   int64_t num_keys = 0;
   const KV* keys[kBlock];
   const KV* values[kBlock];
+  const float* key_scales[kBlock];
+  const float* value_scales[kBlock];
 };
 
 // The rows of the block to come, head by head, which are fetched line by line while this one is
@@ -60,16 +80,30 @@ class Ahead {
   Ahead(const KV* const* rows, int64_t num_rows, int64_t H, int64_t num_heads, int64_t slab)
       : rows_(rows), num_rows_(num_rows), H_(H), slab_(slab), end_(num_rows ? num_heads * slab : 0) {}
 
+  // Fetches the lines of as many bytes as are read meanwhile.
+  template <size_t num_bytes>
+  void fetch_bytes() {
+    for (size_t line = 0; line < std::max<size_t>(1, num_bytes / 64); ++line) fetch_line();
+  }
+
+ private:
   void fetch_line() {
     if (offset_ == end_) return;
     __builtin_prefetch(rows_[row_] + offset_ + h_, 0, 2);
     h_ += 64 / sizeof(KV);
-    if (h_ < H_) return;
-    h_ = 0;
-    if (++row_ == num_rows_) row_ = 0, offset_ += slab_;
+    while (h_ >= H_) {
+      // A row that goes on where this one ends may be in the same line.
+      const KV* end = rows_[row_] + H_;
+      h_ -= H_;
+      if (++row_ == num_rows_) {
+        row_ = h_ = 0;
+        offset_ += slab_;
+      } else if (rows_[row_] != end) {
+        h_ = 0;
+      }
+    }
   }
 
- private:
   const KV* const* rows_;
   int64_t num_rows_, H_, slab_, end_, row_ = 0, offset_ = 0, h_ = 0;
 };
@@ -86,14 +120,11 @@ void read_tile(const KV* const keys[kLanes], int64_t num_keys, float* to) {
 }
 
 // Thirty-two, two of a key side by side as one word.
-template <bool is_paired>
-void read_wide_tile(const BFloat16* const keys[kLanes], int64_t num_keys, float* to) {
+template <bool is_paired, typename KV>
+void read_wide_tile(const KV* const keys[kLanes], int64_t num_keys, float* to) {
   Lanes tile[kLanes];
 #pragma GCC unroll 16
-  for (int64_t s = 0; s < kLanes; ++s) {
-    tile[s] = Lanes{};
-    if (s < num_keys) std::memcpy(&tile[s], keys[s], sizeof tile[s]);
-  }
+  for (int64_t s = 0; s < kLanes; ++s) tile[s] = s < num_keys ? load_pairs(keys[s]) : Lanes{};
   transpose(tile);
 #pragma GCC unroll 16
   for (int64_t h = 0; h < kLanes; ++h) {
@@ -107,6 +138,27 @@ void read_wide_tile(const BFloat16* const keys[kLanes], int64_t num_keys, float*
   }
 }
 
+#ifdef __AVX512VBMI__
+// Sixty-four of one byte, four of a key as one word: they are widened when they are transposed.
+template <typename KV>
+void read_quad_tile(const KV* const keys[kLanes], int64_t num_keys, float* to) {
+  Lanes tile[kLanes];
+#pragma GCC unroll 16
+  for (int64_t s = 0; s < kLanes; ++s) {
+    tile[s] = Lanes{};
+    if (s < num_keys) std::memcpy(&tile[s], keys[s], sizeof tile[s]);
+  }
+  transpose(tile);
+#pragma GCC unroll 16
+  for (int64_t h = 0; h < kLanes; ++h) {
+    Lanes first, last;
+    widen<KV>(tile[h], first, last);
+    store(to + 2 * h * kBlock, first);
+    store(to + (2 * h + 1) * kBlock, last);
+  }
+}
+#endif
+
 template <bool is_paired, typename KV>
 void read_keys(const Rows<KV>& rows, int64_t offset, int64_t H, Scratch& scratch) {
   for (int64_t group = 0; group < kBlock; group += kLanes) {
@@ -117,7 +169,15 @@ void read_keys(const Rows<KV>& rows, int64_t offset, int64_t H, Scratch& scratch
       return scratch.keys_HS + (is_paired ? h / 2 : h) * kBlock + group;
     };
     int64_t h = 0;
-    if constexpr (sizeof(KV) == 2) {
+#ifdef __AVX512VBMI__
+    if constexpr (is_paired && sizeof(KV) == 1) {
+      for (; h + 4 * kLanes <= H; h += 4 * kLanes) {
+        float* to = at(h);
+        read_quad_tile(keys, num_keys, to);
+      }
+    }
+#endif
+    if constexpr (!std::is_same_v<KV, float>) {
       for (; h + 2 * kLanes <= H; h += 2 * kLanes) {
         float* to = at(h);
         read_wide_tile<is_paired>(keys, num_keys, to);
@@ -139,6 +199,21 @@ void read_values(const Rows<KV>& rows, int64_t offset, int64_t H, Scratch& scrat
   }
 }
 
+// Fetches the lines of a row's scales, head by head: those of the rows after it are in them.
+void fetch_scales(const Call& call, const float* key_scales, int64_t num_heads) {
+  for (int64_t k = 0; k < num_heads; ++k) {
+    __builtin_prefetch(key_scales + k * call.R);
+    __builtin_prefetch(key_scales + (call.K + k) * call.R);
+  }
+}
+
+// Copies the scales of a head's rows; past the last one may stand anything.
+template <typename KV>
+void read_scales(const float* const scales[kBlock], int64_t num_keys, int64_t offset,
+                 Scratch& scratch) {
+  for (int64_t s = 0; s < num_keys; ++s) scratch.scales_S[s] = kUnit<KV> * scales[s][offset];
+}
+
 // Scores of `num` queries from m on: weights_MS = scale * q . k, capped.
 template <int num, bool is_paired, typename KV>
 void score(const Call& call, int64_t m, Ahead<KV>& ahead, Scratch& scratch) {
@@ -148,7 +223,7 @@ void score(const Call& call, int64_t m, Ahead<KV>& ahead, Scratch& scratch) {
   for (int64_t h = 0; h < len; ++h) {
     const float* keys = scratch.keys_HS + h * kBlock;
     const Lanes low = load(keys), high = load(keys + kLanes);
-    for (size_t line = 0; line < (is_paired ? 2 : sizeof(KV) / 2); ++line) ahead.fetch_line();
+    ahead.template fetch_bytes<(is_paired ? 2 : 1) * kBlock * sizeof(KV)>();
 #pragma GCC unroll 4
     for (int i = 0; i < num; ++i) {
       const float factor = q[i * len + h];
@@ -165,6 +240,7 @@ void score(const Call& call, int64_t m, Ahead<KV>& ahead, Scratch& scratch) {
   for (int i = 0; i < num; ++i) {
     for (int64_t group = 0; group < kGroups; ++group) {
       Lanes scores = call.scale * sums[i][group];
+      if constexpr (kHasScales<KV>) scores *= load(scratch.scales_S + group * kLanes);
       if (call.soft_cap != 0) {
         for (int64_t lane = 0; lane < kLanes; ++lane) {
           scores[lane] = call.soft_cap * std::tanh(scores[lane] / call.soft_cap);
@@ -176,6 +252,8 @@ void score(const Call& call, int64_t m, Ahead<KV>& ahead, Scratch& scratch) {
 }
 
 // Takes a block's scores of one query into its softmax; keys [first, last) of the block are seen.
+// What is left of them are the weights of the values, which have the values' scales in them.
+template <bool has_scales>
 void take_scores(const Call& call, int64_t m, int64_t first, int64_t last, Scratch& scratch) {
   constexpr IntLanes kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   float* weights = scratch.weights_MS.data() + m * kBlock;
@@ -195,8 +273,12 @@ void take_scores(const Call& call, int64_t m, int64_t first, int64_t last, Scrat
   for (int64_t group = 0; group < kGroups; ++group) {
     // A NaN among the scores stays one: it is this sequence's own.
     const Lanes weight = select(is_seen[group], exp_of_negative(scores[group] - new_top), Lanes{});
-    store(weights + group * kLanes, weight);
     total += weight;
+    if constexpr (has_scales) {
+      store(weights + group * kLanes, weight * load(scratch.scales_S + group * kLanes));
+    } else {
+      store(weights + group * kLanes, weight);
+    }
   }
   if (new_top != old_top) {
     const Lanes shrink = exp_of_negative(fill(old_top - new_top));
@@ -222,7 +304,7 @@ void add_values(const Call& call, int64_t m, int64_t num_keys, const Value* cons
     Lanes value[width];
 #pragma GCC unroll 4
     for (int j = 0; j < width; ++j) value[j] = load(values[s] + h + j * kLanes);
-    for (size_t line = 0; line < width * sizeof(KV) * kLanes / 64; ++line) ahead.fetch_line();
+    ahead.template fetch_bytes<width * kLanes * sizeof(KV)>();
 #pragma GCC unroll 4
     for (int i = 0; i < num; ++i) {
       const float weight = weights[i * kBlock + s];
@@ -291,13 +373,14 @@ void read_queries(const Call& call, const Query* q_QNH, int64_t num_queries, Hea
 // One row of queries with some heads. Keys and queries of bfloat16 are multiplied as they come
 // (is_paired), others as float32.
 template <typename Query, typename KV, bool is_paired>
-void attend(const Call& call, const Query* q_XQNH, const KV* kv_C2KRH, Query* out_XQNH, int64_t x,
+void attend(const Call& call, const Query* q_TNH, const KV* kv_C2KRH, Query* out_TNH, int64_t x,
             Heads heads) {
   static thread_local Scratch scratch;
   const int64_t H = call.H, G = call.N / call.K, num_queries = call.q_lens_X[x];
   const int64_t M = num_queries * G;  // of a head
-  Query* out_QNH = out_XQNH + x * call.Q * call.N * H;
-  for (int64_t q = num_queries; q < call.Q; ++q) {
+  const int64_t first_query = call.first_of(x) * call.N * H;
+  Query* out_QNH = out_TNH + first_query;
+  for (int64_t q = num_queries; q < call.room_of(x); ++q) {
     Query* out = out_QNH + (q * call.N + heads.first * G) * H;
     std::memset((void*)out, 0, heads.num * G * H * sizeof(Query));
   }
@@ -307,7 +390,7 @@ void attend(const Call& call, const Query* q_XQNH, const KV* kv_C2KRH, Query* ou
   scratch.sum_MH.assign(heads.num * M * H, 0);
   scratch.top_M.assign(heads.num * M, kLowest);
   scratch.total_M.assign(heads.num * M, 0);
-  read_queries<Query, is_paired>(call, q_XQNH + x * call.Q * call.N * H, num_queries, heads, scratch);
+  read_queries<Query, is_paired>(call, q_TNH + first_query, num_queries, heads, scratch);
   const int64_t start = call.q_starts_X[x], end = start + num_queries;
   const int64_t first_key = call.window ? std::max<int64_t>(0, start - call.window + 1) : 0;
   const int32_t* pages = call.page_table_XP + x * call.P;
@@ -316,8 +399,14 @@ void attend(const Call& call, const Query* q_XQNH, const KV* kv_C2KRH, Query* ou
     rows.num_keys = std::clamp<int64_t>(end - block, 0, kBlock);
     int64_t page = block / call.R, row = block % call.R;
     for (int64_t s = 0; s < rows.num_keys; ++s) {
-      rows.keys[s] = kv_C2KRH + (int64_t(pages[page]) * 2 * call.K + heads.first) * slab + row * H;
+      const int64_t at = (int64_t(pages[page]) * 2 * call.K + heads.first) * call.R + row;
+      rows.keys[s] = kv_C2KRH + at * H;
       rows.values[s] = rows.keys[s] + call.K * slab;
+      if constexpr (kHasScales<KV>) {
+        rows.key_scales[s] = call.scales_C2KR + at;
+        rows.value_scales[s] = rows.key_scales[s] + call.K * call.R;
+        if (s % kLanes == 0 || row == 0) fetch_scales(call, rows.key_scales[s], heads.num);
+      }
       if (++row == call.R) row = 0, ++page;
     }
   };
@@ -331,13 +420,19 @@ void attend(const Call& call, const Query* q_XQNH, const KV* kv_C2KRH, Query* ou
     Ahead<KV> keys_ahead(next.keys, next.num_keys, H, heads.num, slab);
     for (int64_t k = 0; k < heads.num; ++k) {
       read_keys<is_paired>(rows, k * slab, H, scratch);
+      if constexpr (kHasScales<KV>) {
+        read_scales<KV>(rows.key_scales, rows.num_keys, k * call.R, scratch);
+      }
       score<is_paired>(call, k * M, (k + 1) * M, keys_ahead, scratch);
     }
     for (int64_t m = 0; m < heads.num * M;) {
+      if constexpr (kHasScales<KV>) {
+        read_scales<KV>(rows.value_scales, rows.num_keys, m / M * call.R, scratch);
+      }
       for (int64_t position = start; position < end; ++position) {
         const int64_t last = std::min(rows.num_keys, position + 1 - block);
         const int64_t first = call.window ? std::max<int64_t>(0, position - call.window + 1 - block) : 0;
-        for (int64_t g = 0; g < G; ++g) take_scores(call, m++, first, last, scratch);
+        for (int64_t g = 0; g < G; ++g) take_scores<kHasScales<KV>>(call, m++, first, last, scratch);
       }
     }
     Ahead<KV> values_ahead(next.values, next.num_keys, H, heads.num, slab);
@@ -365,60 +460,106 @@ void attend(const Call& call, const Query* q_XQNH, const KV* kv_C2KRH, Query* ou
   }
 }
 
-template <typename Query, typename KV, bool is_paired = false>
-void attend_all(const Call& call, const void* q, const void* kv, void* out) {
-  const int64_t num_wanted = kItemsPerThread * Team::get().num_threads();
-  const int64_t num_splits = std::clamp<int64_t>((num_wanted + call.X - 1) / call.X, 1, call.K);
-  const int64_t width = (call.K + num_splits - 1) / num_splits;
-  const int64_t items_per_row = (call.K + width - 1) / width;
-  Team::get().run(call.X * items_per_row, [&](int64_t item) {
-    const int64_t first = item % items_per_row * width;
-    attend<Query, KV, is_paired>(call, static_cast<const Query*>(q), static_cast<const KV*>(kv),
-                                 static_cast<Query*>(out), item / items_per_row,
-                                 {first, std::min(width, call.K - first)});
+// Rows [first, first + num), whose heads are cut into pieces of work where there are few rows.
+struct Group {
+  int64_t first, num, width, pieces_per_row;
+
+  Group(const Call& call, int64_t first, int64_t last) : first(first), num(last - first) {
+    const int64_t num_live = std::count_if(call.q_lens_X + first, call.q_lens_X + last,
+                                           [](int32_t len) { return len > 0; });
+    const int64_t num_wanted = kItemsPerThread * Team::get().num_threads();
+    const int64_t num_splits =
+        num_live ? std::min((num_wanted + num_live - 1) / num_live, call.K) : 1;
+    width = (call.K + num_splits - 1) / num_splits;
+    pieces_per_row = (call.K + width - 1) / width;
+  }
+
+  int64_t num_pieces() const { return num * pieces_per_row; }
+};
+
+// Tiles and rows of one query in one go, the tiles first: they take longest.
+template <typename Query, typename KV, bool is_paired>
+void attend_all(const Call& call, const Query* q_TNH, const KV* kv_C2KRH, Query* out_TNH) {
+  const Group tiles(call, call.num_single_rows, call.X), singles(call, 0, call.num_single_rows);
+  Team::get().run(tiles.num_pieces() + singles.num_pieces(), [&](int64_t piece) {
+    const bool is_tile = piece < tiles.num_pieces();
+    const Group& group = is_tile ? tiles : singles;
+    if (!is_tile) piece -= tiles.num_pieces();
+    const int64_t first = piece % group.pieces_per_row * group.width;
+    attend<Query, KV, is_paired>(call, q_TNH, kv_C2KRH, out_TNH,
+                                 group.first + piece / group.pieces_per_row,
+                                 {first, std::min(group.width, call.K - first)});
   });
 }
 
-ffi::Error Attention(ffi::AnyBuffer q_XQNH, ffi::AnyBuffer kv_C2KRH,
-                     ffi::Buffer<ffi::S32> page_table_XP, ffi::Buffer<ffi::S32> q_starts_X,
-                     ffi::Buffer<ffi::S32> q_lens_X, ffi::Result<ffi::AnyBuffer> out_XQNH,
-                     float scale, int64_t window, float soft_cap) {
-  const auto q = q_XQNH.dimensions(), kv = kv_C2KRH.dimensions();
-  if (q.size() != 4 || kv.size() != 5 || kv[4] != q[3] || q[2] % kv[2]) {
-    return ffi::Error::InvalidArgument("the sizes of the queries and of the pool do not fit");
+template <typename Query, typename KV>
+void attend_pool(const Call& call, const void* q_TNH, const void* kv_C2KRH, void* out_TNH) {
+  const auto* q = static_cast<const Query*>(q_TNH);
+  const auto* kv = static_cast<const KV*>(kv_C2KRH);
+  auto* out = static_cast<Query*>(out_TNH);
+  if constexpr (std::is_same_v<Query, BFloat16> && !std::is_same_v<KV, float>) {
+    if (call.H % (2 * kLanes) == 0) return attend_all<Query, KV, true>(call, q, kv, out);
   }
-  const Call call{.page_table_XP = page_table_XP.typed_data(),
+  attend_all<Query, KV, false>(call, q, kv, out);
+}
+
+ffi::Error Attention(ffi::AnyBuffer q_TNH, ffi::AnyBuffer kv_C2KRH,
+                     ffi::Buffer<ffi::S32> page_table_XP, ffi::Buffer<ffi::S32> q_starts_X,
+                     ffi::Buffer<ffi::S32> q_lens_X, ffi::RemainingArgs scales_C2KR,
+                     ffi::Result<ffi::AnyBuffer> out_TNH, int64_t num_single_rows, int64_t tile,
+                     float scale, int64_t window, float soft_cap) {
+  const auto q = q_TNH.dimensions(), kv = kv_C2KRH.dimensions();
+  const int64_t X = q_lens_X.element_count();
+  if (q.size() != 3 || kv.size() != 5 || kv[4] != q[2] || q[1] % kv[2] || num_single_rows > X ||
+      num_single_rows + (X - num_single_rows) * tile != q[0] || q_starts_X.element_count() != X ||
+      page_table_XP.dimensions().size() != 2 || page_table_XP.dimensions()[0] != X) {
+    return ffi::Error::InvalidArgument("the sizes of the queries, their rows and the pool do not fit");
+  }
+  const ffi::DataType q_type = q_TNH.element_type(), kv_type = kv_C2KRH.element_type();
+  const bool has_scales = kv_type == ffi::S8 || kv_type == ffi::U8;
+  const float* scales = nullptr;
+  if (has_scales) {
+    const auto given = scales_C2KR.get<ffi::Buffer<ffi::F32>>(0);
+    if (!given.has_value() || given->element_count() * kv[4] != kv_C2KRH.element_count()) {
+      return ffi::Error::InvalidArgument("a pool of one byte wants a float32 scale for each head");
+    }
+    scales = given->typed_data();
+  }
+  if (scales_C2KR.size() != has_scales) {
+    return ffi::Error::InvalidArgument("scales belong to a pool of one byte, and only to that");
+  }
+  const Call call{.scales_C2KR = scales,
+                  .page_table_XP = page_table_XP.typed_data(),
                   .q_starts_X = q_starts_X.typed_data(),
                   .q_lens_X = q_lens_X.typed_data(),
-                  .X = q[0],
-                  .Q = q[1],
-                  .N = q[2],
-                  .H = q[3],
+                  .X = X,
+                  .N = q[1],
+                  .H = q[2],
                   .K = kv[2],
                   .R = kv[3],
                   .P = page_table_XP.dimensions()[1],
+                  .num_single_rows = num_single_rows,
+                  .tile = tile,
                   .scale = scale,
                   .window = window,
                   .soft_cap = soft_cap};
   if (call.H % kLanes || call.H > kMaxHeadDim) {
     return ffi::Error::InvalidArgument("the head size is no multiple of 16, or above 512");
   }
-  for (const ffi::DataType type : {q_XQNH.element_type(), kv_C2KRH.element_type()}) {
-    if (type != ffi::F32 && type != ffi::BF16) {
-      return ffi::Error::InvalidArgument("a dtype is neither float32 nor bfloat16");
-    }
+  if (q_type != ffi::F32 && q_type != ffi::BF16) {
+    return ffi::Error::InvalidArgument("the queries are neither float32 nor bfloat16");
   }
-  const bool q_is_float = q_XQNH.element_type() == ffi::F32;
-  const bool kv_is_float = kv_C2KRH.element_type() == ffi::F32;
-  const void *queries = q_XQNH.untyped_data(), *pool_data = kv_C2KRH.untyped_data();
-  void* out = out_XQNH->untyped_data();
-  if (q_is_float && kv_is_float) attend_all<float, float>(call, queries, pool_data, out);
-  if (q_is_float && !kv_is_float) attend_all<float, BFloat16>(call, queries, pool_data, out);
-  if (!q_is_float && kv_is_float) attend_all<BFloat16, float>(call, queries, pool_data, out);
-  if (!q_is_float && !kv_is_float && call.H % (2 * kLanes) == 0) {
-    attend_all<BFloat16, BFloat16, true>(call, queries, pool_data, out);
-  } else if (!q_is_float && !kv_is_float) {
-    attend_all<BFloat16, BFloat16>(call, queries, pool_data, out);
+  const bool is_float = q_type == ffi::F32;
+  const auto attend = [&](auto* of_float, auto* of_bfloat16) {
+    (is_float ? of_float : of_bfloat16)(call, q_TNH.untyped_data(), kv_C2KRH.untyped_data(),
+                                        out_TNH->untyped_data());
+  };
+  switch (kv_type) {
+    case ffi::F32: attend(attend_pool<float, float>, attend_pool<BFloat16, float>); break;
+    case ffi::BF16: attend(attend_pool<float, BFloat16>, attend_pool<BFloat16, BFloat16>); break;
+    case ffi::S8: attend(attend_pool<float, int8_t>, attend_pool<BFloat16, int8_t>); break;
+    case ffi::U8: attend(attend_pool<float, Float8>, attend_pool<BFloat16, Float8>); break;
+    default: return ffi::Error::InvalidArgument("the pool is of no dtype that is read here");
   }
   return ffi::Error::Success();
 }
@@ -433,7 +574,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_paged_attention, jaxserve::Attention,
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .RemainingArgs()
                                   .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<int64_t>("num_single_rows")
+                                  .Attr<int64_t>("tile")
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<float>("soft_cap"));

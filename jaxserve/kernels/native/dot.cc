@@ -1,4 +1,5 @@
-// y_MN = x_MK . w of bfloat16 numbers, summed in float32, for some weights of one x.
+// y_MN = x_MK . w of bfloat16 numbers, summed in float32: for some weights of one x, or added to what
+// is there.
 
 #include <vector>
 
@@ -64,8 +65,46 @@ ffi::Error Dot(ffi::Buffer<ffi::BF16> x_MK, ffi::RemainingArgs weights, ffi::Rem
   return ffi::Error::Success();
 }
 
+// y_MN = before_MN + x_MK . w, where `before` may be y itself.
+ffi::Error DotAdd(ffi::Buffer<ffi::BF16> x_MK, ffi::Buffer<ffi::BF16> weight,
+                  ffi::Buffer<ffi::F32> before_MN, ffi::ResultBuffer<ffi::F32> y_MN) {
+  const auto sizes = weight.dimensions(), y_sizes = y_MN->dimensions();
+  if (x_MK.dimensions().size() != 2 || !is_packed(sizes, x_MK.dimensions()[1]) ||
+      y_sizes.size() != 2 || y_sizes[0] != x_MK.dimensions()[0] || y_sizes[1] != sizes[0] * kPanel ||
+      before_MN.dimensions() != y_sizes) {
+    return ffi::Error::InvalidArgument("the sizes of x, a packed weight and the sum do not fit");
+  }
+  const int64_t M = y_sizes[0], N = y_sizes[1], num_pairs = sizes[1];
+  const auto* x = static_cast<const Pair*>(x_MK.untyped_data());
+  const auto* panels = static_cast<const Pair*>(weight.untyped_data());
+  const float* before = before_MN.typed_data();
+  float* y = y_MN->typed_data();
+  share_panels(sizes[0], M, [&](int64_t first, int64_t last) {
+    for (int64_t index = first; index < last; ++index) {
+      const Pair* panel = panels + index * num_pairs * kPanel;
+      Ahead ahead(panel + num_pairs * kPanel, M);
+      each_block(0, M, [&]<int rows>(int64_t m) {
+        alignas(kLineBytes) float sums[rows * kPanel];
+        multiply_panel<rows>(x + m * num_pairs, num_pairs, panel, ahead, sums, kPanel);
+        for (int64_t i = 0; i < rows * kPanel; i += kLanes) {
+          const int64_t at = (m + i / kPanel) * N + index * kPanel + i % kPanel;
+          store(y + at, load(before + at) + load(sums + i));
+        }
+      });
+    }
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace jaxserve
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_dot_add, jaxserve::DotAdd,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::BF16>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::BF16>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_dot, jaxserve::Dot,
                               xla::ffi::Ffi::Bind()

@@ -146,4 +146,16 @@ class Team {
   std::fenv_t environment_;
 };
 
+// Has the team do each of T rows of so many numbers: do_row(t). A piece is as long as it takes to
+// wake for it.
+template <typename Row>
+void share_rows(int64_t T, int64_t num_numbers, const Row& do_row) {
+  constexpr int64_t kPieceNumbers = 8192;
+  const int64_t height = std::max<int64_t>(1, kPieceNumbers / std::max<int64_t>(1, num_numbers));
+  Team::get().run((T + height - 1) / height, [&](int64_t piece) {
+    const int64_t end = std::min(T, (piece + 1) * height);
+    for (int64_t t = piece * height; t < end; ++t) do_row(t);
+  });
+}
+
 }  // namespace jaxserve

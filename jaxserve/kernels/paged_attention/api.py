@@ -13,13 +13,12 @@ from jaxserve.kernels.pool import LARGEST, Pool, QuantizedPool
 from jaxserve.shapes import check_shapes
 
 # "triton" and "mosaic" need a CUDA GPU; with "_interpret" their kernels are simulated, slowly.
-Impl = Literal[
-    "reference", "xla", "native", "triton", "triton_interpret", "mosaic", "mosaic_interpret"
-]
+RowImpl = Literal["reference", "xla", "triton", "triton_interpret", "mosaic", "mosaic_interpret"]
+Impl = RowImpl | Literal["native"]
 
 
 class Attend(Protocol):
-    """What an implementation provides: attention of X rows of Q queries each."""
+    """What a `RowImpl` provides: attention of X rows of Q queries each."""
 
     def __call__(
         self,
@@ -106,6 +105,19 @@ def paged_attention(
         if array.dtype != jnp.int32:
             raise ShapeError(f"{name} must be int32, got {array.dtype}")
 
+    if impl == "native":
+        return native.attend(
+            q_TNH,
+            kv_C2KRH,
+            page_table_XP,
+            q_starts_X,
+            q_lens_X,
+            num_single_rows=num_single_rows,
+            tile=tile,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+        )
     attend = functools.partial(
         _attend_of(impl, split_len, cuts), scale=scale, window=window, soft_cap=soft_cap
     )
@@ -138,14 +150,12 @@ def _check_scales(kv_C2KRH: Pool) -> None:
         )
 
 
-def _attend_of(impl: Impl, split_len: int | None, cuts: Cuts) -> Attend:
+def _attend_of(impl: RowImpl, split_len: int | None, cuts: Cuts) -> Attend:
     match impl:
         case "reference":
             return reference.attend
         case "xla":
             return xla.attend
-        case "native":
-            return native.attend
         case "triton" | "triton_interpret":
             # Imported where it is chosen: Pallas takes a moment that no other start-up should pay.
             from jaxserve.kernels.paged_attention import triton

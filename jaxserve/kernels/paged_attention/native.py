@@ -6,52 +6,55 @@ import jax
 import numpy as np
 
 from jaxserve.errors import ShapeError
-from jaxserve.kernels.pool import LARGEST, Pool, QuantizedPool
+from jaxserve.kernels.pool import Pool, split_pool
 
 HEAD_MULTIPLE: Final = 16
 MAX_HEAD_DIM: Final = 512
 
 
 def attend(
-    q_XQNH: jax.Array,
+    q_TNH: jax.Array,
     kv_C2KRH: Pool,
     page_table_XP: jax.Array,
     q_starts_X: jax.Array,
     q_lens_X: jax.Array,
     *,
+    num_single_rows: int,
+    tile: int,
     scale: float,
     window: int | None,
     soft_cap: float | None,
 ) -> jax.Array:
-    """Returns ``out_XQNH`` in q's dtype. `load_native` comes first; H is a multiple of 16.
+    """Returns ``out_TNH`` in q's dtype: rows of one query and tiles in one call, which has all
+    threads at work on both, as `api.paged_attention` has them. `load_native` comes first.
 
     Raises:
       ShapeError: see `find_attention_problem`.
     """
-    problem = find_attention_problem(q_XQNH.shape[-1], kv_dtype=kv_C2KRH.dtype.name)
-    if problem:
+    if problem := find_attention_problem(q_TNH.shape[-1]):
         raise ShapeError(f"native: {problem}")
-    assert not isinstance(kv_C2KRH, QuantizedPool), "of a dtype that is a problem"
+    stored_C2KRH, scales_C2KR = split_pool(kv_C2KRH)
     call = jax.ffi.ffi_call(
-        "jaxserve_paged_attention", jax.ShapeDtypeStruct(q_XQNH.shape, q_XQNH.dtype)
+        "jaxserve_paged_attention", jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)
     )
-    out_XQNH: jax.Array = call(
-        q_XQNH,
-        kv_C2KRH,
+    out_TNH: jax.Array = call(
+        q_TNH,
+        stored_C2KRH,
         page_table_XP,
         q_starts_X,
         q_lens_X,
+        *(() if scales_C2KR is None else (scales_C2KR,)),
+        num_single_rows=np.int64(num_single_rows),
+        tile=np.int64(tile),
         scale=np.float32(scale),
         window=np.int64(window or 0),
         soft_cap=np.float32(soft_cap or 0.0),
     )
-    return out_XQNH
+    return out_TNH
 
 
-def find_attention_problem(head_dim: int, *, kv_dtype: str) -> str | None:
+def find_attention_problem(head_dim: int) -> str | None:
     """Returns why a model's attention cannot be computed so."""
-    if kv_dtype in LARGEST:
-        return f"the KV pool is {kv_dtype}, and it reads float32 and bfloat16"
     if head_dim % HEAD_MULTIPLE or head_dim > MAX_HEAD_DIM:
         return f"head_dim is {head_dim}, not a multiple of {HEAD_MULTIPLE} up to {MAX_HEAD_DIM}"
     return None

@@ -82,7 +82,7 @@ def keep_known(
     kept: dict[str, object] = {}
     names = frozenset(supported)
     for name, value in values.items():
-        path = f"{prefix}{name}"
+        path = f"{prefix}{show_name(name)}"
         if name in names:
             if value is not None:
                 kept[name] = value
@@ -103,6 +103,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns "; did you mean …?", or the advice that is left when nothing is near."""
     near = difflib.get_close_matches(shorten(name), list(known), n=1)
     return f"; did you mean {near[0]}?" if near else "; leave it out"
+
+
+def show_name(name: str) -> str:
+    """Returns a field's name, one that is empty in quotes: an error must be seen to name it."""
+    return name or '""'
 
 
 def shorten(text: str, limit: int = 64) -> str:

@@ -7,7 +7,7 @@ import pydantic
 import pydantic_core
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.openai.fields import shorten
+from jaxserve.server.openai.fields import shorten, show_name
 
 _WANTED: Final[Mapping[str, str]] = {
     "bool_type": "true or false",
@@ -35,7 +35,9 @@ def refuse(error: pydantic.ValidationError, *, prefix: str = "") -> NoReturn:
       prefix: path of the object in the body.
     """
     first = error.errors(include_url=False, include_context=True)[0]
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])
+    steps = (
+        f"[{step}]" if isinstance(step, int) else f".{show_name(step)}" for step in first["loc"]
+    )
     path = shorten(prefix + "".join(steps).removeprefix("."))
     match first["type"]:
         case "missing":

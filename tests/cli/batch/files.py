@@ -28,6 +28,7 @@ BAD: tuple[tuple[bytes, str], ...] = (
     (b'{"custom_id": "m2", "method": "GET", "url": "/v1/completions", "body": {}}', '"POST"'),
     (b'{"custom_id": "m3", "method": "POST", "url": "/v1/embeddings", "body": {}}', "url '/v1/emb"),
     (b'{"custom_id": "m4", "methud": "POST", "url": "x", "body": {}}', "did you mean method?"),
+    (b'{"custom_id": "m4e", "": 1, "url": "x", "body": {}}', '"" is not a known field of a batch'),
     (b'{"custom_id": 5, "method": "POST", "url": "/v1/completions", "body": {}}', "must be a text"),
     (b'{"custom_id": "", "prompt": "a"}', "must be a text, and not empty"),
     (b'{"id": "x", "custom_id": "y", "prompt": "a"}', "leave one out"),

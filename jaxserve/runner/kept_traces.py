@@ -1,0 +1,104 @@
+"""What was traced, kept beside what was compiled: a later start neither traces nor lowers it.
+
+JAX's compilation cache is asked with a lowered program, and to trace and lower one takes as long as
+to read what it was compiled to. A trace is kept as StableHLO, by `jax.export`: it is data, and can
+call nothing of Python.
+"""
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+from jax import export
+
+import jaxserve
+from jaxserve.kernels.dot import PackedWeight
+from jaxserve.kernels.paged_attention import Impl
+from jaxserve.kernels.pool import QuantizedPool
+from jaxserve.model.sampling import SamplingRows
+from jaxserve.runner.cache_entries import CacheEntries
+from jaxserve.runner.lowering import Program, ProgramKey, build_program, lower
+from jaxserve.runner.native_build import TARGETS
+from jaxserve.runner.state import RowState
+
+logger = logging.getLogger(__name__)
+
+# Those that can be kept: the others call Python where they are simulated, and where they are not
+# nobody has compared what a GPU makes of a kept one.
+_KEPT_ATTENTION: Final[frozenset[Impl]] = frozenset({"native", "reference", "xla"})
+
+for _node in (PackedWeight, QuantizedPool, RowState, SamplingRows):
+    export.register_pytree_node_serialization(
+        _node,
+        serialized_name=f"jaxserve.{_node.__name__}",
+        serialize_auxdata=lambda _: b"",  # they are made of arrays alone
+        deserialize_auxdata=lambda _: (),
+    )
+
+
+def lower_or_read(key: ProgramKey, entries: CacheEntries | None) -> jax.stages.Lowered:
+    """Returns the program as `lower` does: from what is kept of it, or traced, and then kept.
+
+    Args:
+      entries: what is kept; None keeps nothing.
+    """
+    if entries is None or not _can_keep(key):
+        return lower(key)
+    program = build_program(key)
+    name = f"trace_{program.function.__name__}-{_digest(key)}"
+    stored = entries.get(name)
+    exported = None if stored is None else _read(stored, key)
+    if exported is None:
+        exported = _trace(program)
+        entries.put(name, bytes(exported.serialize()))
+    call: Callable[..., Any] = exported.call
+
+    def run(*arguments: Any) -> Any:  # noqa: ANN401  # as the program's
+        return call(*arguments)
+
+    run.__name__ = program.function.__name__  # what JAX calls it in logs and in its own cache
+    return jax.jit(run, donate_argnums=program.donated).lower(*program.arguments)
+
+
+def _can_keep(key: ProgramKey) -> bool:
+    return jax.default_backend() == "cpu" and key.spec.kernels.attention in _KEPT_ATTENTION
+
+
+def _trace(program: Program) -> export.Exported:
+    jitted = jax.jit(
+        program.function, static_argnames=tuple(program.static), donate_argnums=program.donated
+    )
+    # Our own may change from version to version; a trace is read by the very package that kept it.
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
+    return export.export(jitted, disabled_checks=checks)(*program.arguments, **program.static)
+
+
+def _read(stored: bytes, key: ProgramKey) -> export.Exported | None:
+    try:
+        exported: export.Exported = export.deserialize(bytearray(stored))
+        return exported
+    except Exception as error:  # noqa: BLE001  # whatever is wrong with it, it can be made again
+        logger.warning("kept trace unusable program=%r error=%r; tracing", key.name, error)
+        return None
+
+
+def _digest(key: ProgramKey) -> str:
+    """Of all that a trace depends on: the program, JAX and its settings, and this package."""
+    settings = sorted((name, repr(value)) for name, value in jax.config.values.items())
+    facts = (repr(key), jax.__version__, repr(settings), _digest_of_package())
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()
+
+
+@functools.cache
+def _digest_of_package() -> str:
+    """Of every source file: what may change a trace is not told apart from the rest."""
+    root = Path(jaxserve.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
