@@ -101,7 +101,8 @@ def plan(job: Job) -> Cut:
     kv_C2KRH = jax.ShapeDtypeStruct(
         (1, 2, shape.heads[1], shape.page, shape.head_dim), jnp.dtype(shape.kv_dtype)
     )
-    return plan_cut(q_XQNH, kv_C2KRH) if job.backend == "triton" else plan_mosaic_cut(q_XQNH)
+    plan_for = plan_cut if job.backend == "triton" else plan_mosaic_cut
+    return plan_for(q_XQNH, kv_C2KRH)
 
 
 def find_candidates(job: Job) -> list[Cut]:

@@ -151,9 +151,10 @@ def assemble(folder: Path) -> dict[str, Assembled]:
     together: list[Path] = []
     alone: list[Path] = []
     for path in sorted(folder.glob("*.ptx")):
-        # Constants have the same name in several listings: those cannot be assembled together.
-        has_constants = re.search(r"^\S* ?\.(?:global|const) ", path.read_text(), re.MULTILINE)
-        (alone if has_constants else together).append(path)
+        # Constants have the same name in several listings, source files (Mosaic's) the same number:
+        # those cannot be assembled together.
+        is_alone = re.search(r"^\S*\s*\.(?:global|const|file)\s", path.read_text(), re.MULTILINE)
+        (alone if is_alone else together).append(path)
     groups = [[path] for path in alone] + ([together] if together else [])
     found: dict[str, Assembled] = {}
     for group in groups:

@@ -66,7 +66,7 @@ def find_keys(
 ) -> Iterator[ProgramKey]:
     """Yields the programs of one model to check. Outputs and the rest have no attention: they are
     checked with triton's. Of pools of one byte, which no kernel but attention's differs with, the
-    demo model's programs alone, and those that have the pool; mosaic reads none.
+    demo model's programs alone, and those that have the pool.
 
     Args:
       has_all: else one or two buckets of each kind; what all models share, of the demo model.
@@ -75,9 +75,7 @@ def find_keys(
     for key in keys:
         if attention != "triton" and key.kind != "forward":
             continue
-        if kv_dtype != "bfloat16" and (
-            model != "135m" or attention == "mosaic" or key.kind not in HAS_POOL
-        ):
+        if kv_dtype != "bfloat16" and (model != "135m" or key.kind not in HAS_POOL):
             continue
         match key.bucket:
             case Bucket() as bucket:

@@ -23,6 +23,7 @@ from tests.kernels.ragged import (
 
 LAYOUT = Layout(num_single_rows=2, num_tiles=2, tile=16, num_pages=30, width=13)
 LAUNCH = Launch(rows=64, block_tokens=64, num_warps=4, num_stages=2)
+BYTE_LAUNCH = dataclasses.replace(LAUNCH, num_stages=3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class Shape:
     layout: Layout = LAYOUT
     launch: Launch = LAUNCH
     is_wide: bool = False  # float32 queries
+    kv_dtype: str | None = None  # of one byte; None is bfloat16
 
 
 PAGE_32 = dataclasses.replace(LAYOUT, width=7)
@@ -63,6 +65,31 @@ SHAPES = {
         launch=dataclasses.replace(LAUNCH, num_splits=4, split_len=64), heads=(5, 1)
     ),
     "float32 queries": Shape(is_wide=True, launch=dataclasses.replace(LAUNCH, num_splits=2)),
+    "int8": Shape(kv_dtype="int8", heads=(4, 2), launch=BYTE_LAUNCH),
+    "int8, pages of 128, heads of 128, a window and a cap, split": Shape(
+        kv_dtype="int8",
+        page=128,
+        head_dim=128,
+        window=37,
+        soft_cap=2.0,
+        layout=PAGE_128,
+        launch=dataclasses.replace(BYTE_LAUNCH, num_splits=2),
+    ),
+    "float8, pages of 32, heads of 96": Shape(
+        kv_dtype="float8_e4m3fn",
+        page=32,
+        head_dim=96,
+        heads=(6, 2),
+        layout=PAGE_32,
+        launch=BYTE_LAUNCH,
+    ),
+    "float8, heads of 128, float32 queries": Shape(
+        kv_dtype="float8_e4m3fn",
+        head_dim=128,
+        heads=(3, 1),
+        is_wide=True,
+        launch=dataclasses.replace(BYTE_LAUNCH, block_tokens=32),
+    ),
 }
 # Around the edges of a page, of a block, of the two stages of the ring, and of the page table.
 EDGES = {
@@ -124,6 +151,22 @@ EDGES = {
         [Case(32, 33)],
         [],
     ],
+    "int8": [
+        [Case(1, 16), Case(1, 65)],
+        [Case(17, 208)],
+        [],
+    ],
+    "int8, pages of 128, heads of 128, a window and a cap, split": [
+        [Case(1, 127), Case(1, 129)],
+        [Case(9, 257)],
+    ],
+    "float8, pages of 32, heads of 96": [
+        [Case(1, 31), Case(1, 192)],
+        [Case(23, 129)],
+    ],
+    "float8, heads of 128, float32 queries": [
+        [Case(1, 129), Case(17, 96)],
+    ],
 }
 
 
@@ -153,6 +196,7 @@ def build(shape: Shape, cases: list[Case], *, seed: int = 0) -> Step:
         heads=shape.heads,
         head_dim=shape.head_dim,
         dtype="bfloat16",
+        kv_dtype=shape.kv_dtype,
         seed=seed,
     )
     if shape.is_wide:

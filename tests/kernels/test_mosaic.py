@@ -15,7 +15,7 @@ from tests.kernels.mosaic_steps import EDGES, SHAPES, build, error_of, run, tole
 from tests.kernels.ragged import Case, random_cases
 
 # Batches of each shape in a night: 500 of all.
-MANY = 56
+MANY = 39
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,13 @@
 a forgotten barrier too, would be seen."""
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import jax.extend.core
 import numpy as np
 import pytest
 from jax import numpy as jnp
@@ -23,7 +25,9 @@ from jaxserve.kernels.paged_attention.launch import (
     Launch,
     find_mosaic_launch,
     find_mosaic_problem,
+    plan_mosaic_cut,
 )
+from jaxserve.kernels.pool import empty_pool
 from tests.kernels.mosaic_steps import LAUNCH, Shape, build, error_of, run
 from tests.kernels.ragged import TOLERANCE, Case, attend, build_step
 
@@ -32,6 +36,7 @@ SMALL = dataclasses.replace(
 )
 SHAPE = Shape(layout=SMALL, heads=(9, 1), launch=dataclasses.replace(LAUNCH, num_splits=2))
 WINDOWED = dataclasses.replace(SHAPE, window=90)
+SCALED = dataclasses.replace(SHAPE, kv_dtype="float8_e4m3fn")
 # Seven blocks in two shares, through a ring of two; a row that ends a token after a page; a tile
 # that is not full.
 CASES = [Case(1, 400), Case(1, 17), Case(5, 200)]
@@ -53,6 +58,25 @@ SLIPS = {
     "splits added up, not weighed": ("top_M + jnp.log2(total_M)", "top_M"),
     "the next KV head's K": ("(page * 2 + which) * K + k,", "(page * 2 + 1 - which) * K + k,"),
     "a block fetched too early": ("fetch(index + stages, stage)", "fetch(index + 1, stage)"),
+}
+# The same over a pool of one byte; K, V and their scales are copied and waited for together.
+SCALE_SLIPS = {
+    "the scale of the token before": (
+        "along_columns(k_scales[stage]",
+        "along_columns(jnp.roll(k_scales[stage], 1)",
+    ),
+    "scales that nobody wrote": (", first_zero=end - first_key", ""),
+    "scales not waited for": (
+        "scales_smem.at[place], loaded.at[stage])",
+        "scales_smem.at[place], q_loaded)",
+    ),
+}
+
+# What is written there and not committed a product or a copy may not see.
+UNCOMMITTED = {
+    "K's block": ("            plgpu.commit_smem()\n        score_MS", "        score_MS"),
+    "V's block, weights": ("        plgpu.commit_smem()\n        # The barrier", "        # The"),
+    "output": SLIPS["output not committed"],
 }
 
 
@@ -86,7 +110,7 @@ def fault_of(shape: Shape, kernel: types.ModuleType) -> str | None:
     return None if error < TOLERANCE["bfloat16"] else f"error {error}"
 
 
-@pytest.mark.parametrize("shape", [SHAPE, WINDOWED], ids=["all keys", "window"])
+@pytest.mark.parametrize("shape", [SHAPE, WINDOWED, SCALED], ids=["all keys", "window", "float8"])
 def test_what_the_slips_are_cut_from_has_no_fault(shape: Shape) -> None:
     assert fault_of(shape, mosaic) is None
 
@@ -95,6 +119,53 @@ def test_what_the_slips_are_cut_from_has_no_fault(shape: Shape) -> None:
 def test_a_slip_in_the_kernel_is_seen(name: str) -> None:
     shape = WINDOWED if "window" in name else SHAPE
     assert fault_of(shape, slipped_kernel(*SLIPS[name])) is not None
+
+
+@pytest.mark.parametrize("name", SCALE_SLIPS)
+def test_a_slip_with_the_scales_is_seen(name: str) -> None:
+    assert fault_of(SCALED, slipped_kernel(*SCALE_SLIPS[name])) is not None
+
+
+def equations_of(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEqn]:
+    """Yields all that a program does, of its loops and choices too, in order."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for leaf in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(leaf, "jaxpr", leaf)
+            if isinstance(inner, jax.extend.core.Jaxpr):
+                yield from equations_of(inner)
+
+
+def find_uncommitted(kernel: types.ModuleType, kv_dtype: str) -> list[str]:
+    """Returns what reads shared memory past the threads while a write there is not committed."""
+    q_XQNH, _, *rows = shapes_of(8)
+    pool = jax.eval_shape(functools.partial(empty_pool, (100, 2, 2, 16, 64), kv_dtype))
+    q_XQNH = jax.ShapeDtypeStruct((8, 1, 4, 64), q_XQNH.dtype)
+    attend_rows = functools.partial(kernel.attend, scale=1.0, window=None, soft_cap=None)
+    program = jax.make_jaxpr(attend_rows)(q_XQNH, pool, *rows).jaxpr
+    assert program is not None
+    readers: list[str] = []
+    is_committed, num_products = True, 0
+    for equation in equations_of(program):
+        match equation.primitive.name:
+            case "swap" if "smem" in str(equation.invars[0].aval):
+                is_committed = False
+            case "commit_smem":
+                is_committed = True
+            case "wgmma_ref" | "copy_smem_to_gmem" as reader:
+                num_products += reader == "wgmma_ref"
+                if not is_committed:
+                    readers.append(reader)
+    assert num_products == 2  # the names are jax's
+    return readers
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_what_a_product_or_a_copy_reads_is_committed(kv_dtype: str) -> None:
+    assert find_uncommitted(mosaic, kv_dtype) == []
+    for name, slip in UNCOMMITTED.items():
+        is_found = find_uncommitted(slipped_kernel(*slip), kv_dtype) != []
+        assert is_found == (name != "K's block" or kv_dtype != "bfloat16"), name
 
 
 def test_garbage_past_a_row_and_in_padding_changes_no_bit() -> None:
@@ -162,8 +233,9 @@ def problem_of(
 def test_what_the_kernel_cannot_do_is_refused_by_name() -> None:
     assert problem_of() is None
     assert problem_of(q_dtype="float32", page_size=128) is None
+    assert problem_of(kv_dtype="int8") is problem_of(kv_dtype="float8_e4m3fn") is None
     for problem, wanted in (
-        (problem_of(kv_dtype="float32"), "the KV pool is float32, and its products take bfloat16"),
+        (problem_of(kv_dtype="float32"), "the KV pool is float32, and it reads bfloat16, int8 and"),
         (problem_of(head_dim=80), "head_dim is 80, and it is written for 64, 96, 128, 256"),
         (problem_of(q_dtype="float16"), "queries are float16, not bfloat16 or float32"),
         (problem_of(q_dtype="float32", head_dim=256), "queries are float32 and head_dim is 256"),
@@ -178,6 +250,22 @@ def test_a_call_that_is_refused_says_whose_limit_it_is() -> None:
     step = build_step([Case(1, 9)], SMALL, page=16, head_dim=64)
     with pytest.raises(ShapeError, match="mosaic: the KV pool is float32"):
         attend(step, SMALL, impl="mosaic_interpret")
+
+
+def test_blocks_of_one_byte_have_as_many_bytes_on_their_way() -> None:
+    def cut_of(dtype: str, kv_dtype: str, head_dim: int) -> tuple[int, int]:
+        cut = plan_mosaic_cut(
+            jax.ShapeDtypeStruct((8, 1, 32, head_dim), jnp.dtype(dtype)),
+            jax.ShapeDtypeStruct((1000, 2, 8, 16, head_dim), jnp.dtype(kv_dtype)),
+        )
+        return cut.block_tokens, cut.num_stages
+
+    assert cut_of("bfloat16", "bfloat16", 128) == (64, 2)
+    assert cut_of("bfloat16", "int8", 128) == (64, 3)
+    assert cut_of("bfloat16", "float8_e4m3fn", 256) == (32, 3)
+    assert cut_of("float32", "bfloat16", 128) == (64, 2)
+    assert cut_of("float32", "int8", 64) == (64, 3)
+    assert cut_of("float32", "int8", 96) == (32, 3)  # registers
 
 
 def test_the_splits_of_a_long_context_are_used_by_a_call_of_few_rows() -> None:

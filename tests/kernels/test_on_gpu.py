@@ -10,7 +10,15 @@ import pytest
 
 from jaxserve.kernels.paged_attention import Impl
 from jaxserve.kernels.paged_attention.launch import MOSAIC_CAPABILITY
-from tests.kernels.ragged import TOLERANCE, Case, Layout, attend, build_step, largest_error
+from tests.kernels.ragged import (
+    QUANTIZED,
+    TOLERANCE,
+    Case,
+    Layout,
+    attend,
+    build_step,
+    largest_error,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -39,6 +47,19 @@ def test_a_compiled_kernel_is_right(impl: Impl, head_dim: int, heads: str) -> No
     )
     out_TNH = attend(step, LAYOUT, impl=impl)
     assert largest_error(step, out_TNH) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED)
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("impl", ["triton", "mosaic"])
+def test_a_compiled_kernel_reads_one_byte(
+    impl: Impl, head_dim: int, page: int, kv_dtype: str
+) -> None:
+    step = build_step(
+        CASES, LAYOUT, page=page, head_dim=head_dim, dtype="bfloat16", kv_dtype=kv_dtype
+    )
+    assert largest_error(step, attend(step, LAYOUT, impl=impl)) < TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize("impl", ["triton", "mosaic"])

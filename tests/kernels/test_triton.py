@@ -4,6 +4,7 @@ What it computes is tested with all implementations.
 """
 
 import dataclasses
+import functools
 import itertools
 import types
 from pathlib import Path
@@ -23,9 +24,9 @@ from jaxserve.kernels.paged_attention.launch import (
     Cut,
     Cuts,
     Launch,
-    check_launch,
     find_launch,
 )
+from jaxserve.kernels.pool import empty_pool
 from tests.kernels.ragged import (
     QUANTIZED,
     TOLERANCE,
@@ -160,7 +161,13 @@ def test_a_callers_cut_reaches_the_kernel(kind: str) -> None:
 
 def test_what_the_backend_runs_wrongly_is_refused() -> None:
     def check(launch: Launch = LAUNCH, *, heads: int = 2, pages: int = 10, dtype: str) -> None:
-        check_launch(launch, Sized((pages, 2, heads, 16, 128), jnp.dtype(dtype)))
+        pool = jax.eval_shape(functools.partial(empty_pool, (pages, 2, heads, 16, 128), dtype))
+        attend_rows = functools.partial(
+            triton.attend, scale=1.0, window=None, soft_cap=None, launch=launch
+        )
+        q_XQNH = jax.ShapeDtypeStruct((1, 1, heads, 128), jnp.bfloat16)
+        rows = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 8), (1,), (1,))]
+        jax.eval_shape(attend_rows, q_XQNH, pool, *rows)
 
     page_bytes = 2 * 2 * 16 * 128
     check(pages=2**31 // page_bytes - 1, dtype="int8")

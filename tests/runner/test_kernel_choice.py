@@ -151,11 +151,14 @@ def test_without_a_compiler_auto_is_xla_and_native_is_refused(
 
 def test_mosaic_is_taken_where_its_kernel_is_written_for_the_model() -> None:
     model = dataclasses.replace(MODEL, head_dim=64)
-    assert choose(model, device=H200, attention="mosaic").attention == "mosaic"
+    taken: list[KvDtypeName] = ["bfloat16", "int8", "float8_e4m3fn"]
+    for kv_dtype in taken:
+        chosen = choose(model, kv_dtype=kv_dtype, device=H200, attention="mosaic")
+        assert chosen.attention == "mosaic"
     refused: list[tuple[int, DtypeName, KvDtypeName, str]] = [
         (16, "bfloat16", "bfloat16", "head_dim is 16, and it is written for 64, 96, 128, 256"),
         (64, "float32", "float32", "the KV pool is float32"),
-        (64, "bfloat16", "int8", "the KV pool is int8, and its products take bfloat16 alone"),
+        (256, "float32", "int8", "queries are float32 and head_dim is 256"),
         (256, "float32", "bfloat16", "queries are float32 and head_dim is 256"),
     ]
     for head_dim, dtype, kv_dtype, reason in refused:

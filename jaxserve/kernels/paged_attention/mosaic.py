@@ -23,19 +23,20 @@ from jaxserve.kernels.paged_attention.mosaic_tiles import (
     FLOAT32_PARTS,
     TILE_ROWS,
     Ref,
+    along_columns,
     along_rows,
+    copy_scales,
     multiply,
     scratch_types,
     split_float32,
     swizzled_lanes,
+    to_powers,
+    widen,
     zero_rows,
 )
 from jaxserve.kernels.paged_attention.splits import combine_splits, share_of_blocks
 from jaxserve.kernels.paged_attention.xla import LOWEST
 from jaxserve.kernels.pool import Pool, split_pool
-
-# The softmax is computed in powers of two, which the hardware has an instruction for.
-LOG2_E = 1.4426950408889634
 
 Carry = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]
 
@@ -105,7 +106,7 @@ def attend(
         raise ShapeError(
             f"mosaic: a launch of {launch.rows} rows, but its products have {MAX_ROWS}"
         )
-    stored_C2KRH, _ = split_pool(kv_C2KRH)  # bfloat16, which has no scales
+    stored_C2KRH, scales_C2KR = split_pool(kv_C2KRH)
     splits, num_pairs = launch.num_splits, N // K * Q
     num_rows = -(-num_pairs // TILE_ROWS) * TILE_ROWS
     call = _Call(
@@ -123,6 +124,8 @@ def attend(
     q_AMH = q_XKQGH.reshape(X * K, num_pairs, H)
     q_AMH = jnp.pad(q_AMH, ((0, 0), (0, num_rows - num_pairs), (0, 0)))
     q_AMH = jnp.concatenate(split_float32(q_AMH, call.num_parts))
+    stored_BRH = stored_C2KRH.reshape(C * 2 * K, R, H)
+    scales_BR = None if scales_C2KR is None else scales_C2KR.reshape(C * 2 * K, R)
     out_dtype = q_XQNH.dtype if splits == 1 else jnp.dtype(jnp.float32)
     outputs: list[jax.Array] = plgpu.kernel(
         functools.partial(_attend_program, call=call),
@@ -134,12 +137,16 @@ def attend(
         grid=(splits, K, X * pl.cdiv(num_pairs, launch.rows)),
         grid_names=("split", "head", "tile"),
         scratch_types=scratch_types(
-            launch, page_size=R, head_dim=H, num_parts=call.num_parts, out_dtype=out_dtype
+            launch,
+            page_size=R,
+            head_dim=H,
+            num_parts=call.num_parts,
+            dtypes=(stored_BRH.dtype, out_dtype),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if interpret is True else interpret or None,
         kernel_name=f"paged_attention_{'decode' if Q == 1 else 'chunk'}",
-    )(q_AMH, stored_C2KRH.reshape(C * 2 * K, R, H), page_table_XP, q_starts_X, q_lens_X)
+    )(q_AMH, (stored_BRH, scales_BR), page_table_XP, q_starts_X, q_lens_X)
     out_AMH, log_total_AM = outputs
     out_XKZQGH = out_AMH[:, :num_pairs].reshape(X, K, splits, Q, N // K, H)
     part_XZQNH = out_XKZQGH.transpose(0, 2, 3, 1, 4, 5).reshape(X, splits, Q, N, H)
@@ -153,7 +160,7 @@ def attend(
 def _attend_program(
     # inputs
     q_ref: Ref,  # [parts * X * K, pairs, H]
-    kv_ref: Ref,  # [C * 2 * K, R, H]
+    kv_refs: tuple[Ref, Ref],  # [C * 2 * K, R, H]; of one byte with scales [C * 2 * K, R]
     page_table_ref: Ref,  # [X, P]
     q_starts_ref: Ref,  # [X]
     q_lens_ref: Ref,  # [X]
@@ -161,7 +168,7 @@ def _attend_program(
     out_ref: Ref,  # [X * K * splits, pairs, H]
     log_total_ref: Ref,  # [X * K * splits, pairs]
     # scratch
-    union: Ref,  # q [parts, M, H], K and V [stages, S, H]; or outputs [M, H], [M] in their place
+    union: Ref,  # see `scratch_types`
     weight_smem: Ref,  # [parts, M, S]
     q_loaded: Ref,  # barrier
     k_loaded: Ref,  # barrier of each stage
@@ -169,10 +176,13 @@ def _attend_program(
     *,
     call: _Call,
 ) -> None:
-    (q_smem, k_smem, v_smem), (out_smem, log_total_smem) = union
+    (q_smem, k_smem, v_smem, of_bytes), (out_smem, log_total_smem) = union
+    nothing: Ref = None
+    k_scales, v_scales, wide_smem = of_bytes or (nothing, nothing, nothing)
+    (stored_ref, scales_ref), has_scales = kv_refs, of_bytes is not None
     launch, G, K = call.launch, call.num_shared, call.num_kv_heads
     M, S, stages = launch.rows, launch.block_tokens, launch.num_stages
-    R, H = kv_ref.shape[1:]
+    R, H = stored_ref.shape[1:]
     # Sums are kept in groups of lanes: products of all lanes at once take too many registers.
     tile_lanes = swizzled_lanes(S, H)
     group = {96: 96, 256: 128}.get(H, 64)
@@ -203,12 +213,13 @@ def _attend_program(
             key = jnp.minimum((first_block + index) * S + first, end - 1)
             first_row = 0 if R <= S else key % R // S * S
             page = page_table_ref[x, key // R]
-            for which, smem, loaded in ((0, k_smem, k_loaded), (1, v_smem, v_loaded)):
-                plgpu.copy_gmem_to_smem(
-                    kv_ref.at[(page * 2 + which) * K + k, pl.ds(first_row, copy_rows)],
-                    smem.at[stage, pl.ds(first, copy_rows)],
-                    loaded.at[stage],
-                )
+            k_side, v_side = (0, k_smem, k_scales, k_loaded), (1, v_smem, v_scales, v_loaded)
+            for which, smem, scales_smem, loaded in (k_side, v_side):
+                source = (page * 2 + which) * K + k, pl.ds(first_row, copy_rows)
+                place = stage, pl.ds(first, copy_rows)
+                plgpu.copy_gmem_to_smem(stored_ref.at[source], smem.at[place], loaded.at[stage])
+                if has_scales:
+                    copy_scales(scales_ref.at[source], scales_smem.at[place], loaded.at[stage])
 
     for stage in range(stages):
 
@@ -228,13 +239,14 @@ def _attend_program(
         stage = lax.rem(index, jnp.int32(stages))
         first_key = (first_block + index) * S
         plgpu.barrier_wait(k_loaded.at[stage])
-        score_MS = multiply(q_smem, k_smem.at[stage].transpose((1, 0)))
-        if call.soft_cap is None:
-            score_MS *= call.scale * LOG2_E
-        else:
-            # tanh by its definition: the hardware's own has eleven bits.
-            power_MS = jnp.exp2(score_MS * (2.0 * LOG2_E * call.scale / call.soft_cap))
-            score_MS = (1.0 - 2.0 / (power_MS + 1.0)) * (call.soft_cap * LOG2_E)
+        k_block = k_smem.at[stage]
+        if has_scales:
+            k_block = widen(k_block, wide_smem, tile_lanes=tile_lanes)
+            plgpu.commit_smem()
+        score_MS = multiply(q_smem, k_block.transpose((1, 0)))
+        if has_scales:
+            score_MS *= along_columns(k_scales[stage], M)
+        score_MS = to_powers(score_MS, scale=call.scale, soft_cap=call.soft_cap)
         key_MS = first_key + plgpu.broadcasted_iota(jnp.int32, (M, S), 1, layout=plgpu.Layout.WGMMA)
         is_seen_MS = key_MS <= along_rows(position_M, S)
         if call.window is not None:
@@ -246,22 +258,26 @@ def _attend_program(
         weight_MS = jnp.where(is_seen_MS, weight_MS, 0.0)
         shrink_M = jnp.exp2(top_M - new_top_M)
         total_M = total_M * shrink_M + weight_MS.sum(1)
+        plgpu.barrier_wait(v_loaded.at[stage])
+        if has_scales:
+            weight_MS *= along_columns(v_scales[stage], M, first_zero=end - first_key)
         for part, weights in enumerate(split_float32(weight_MS, call.num_parts)):
             weight_smem[part] = weights
-        plgpu.barrier_wait(v_loaded.at[stage])
+        v_block = v_smem.at[stage]
+        if has_scales:
+            v_block = widen(v_block, wide_smem, tile_lanes=tile_lanes)
 
         @pl.when(first_key + S > end)
         def _() -> None:
             # 0 * NaN is NaN: what no sequence holds must not be in the product.
             for lanes in groups:
-                zero_rows(v_smem.at[stage, :, lanes], first=end - first_key, tile_lanes=tile_lanes)
+                zero_rows(v_block.at[:, lanes], first=end - first_key, tile_lanes=tile_lanes)
 
         plgpu.commit_smem()
         # The barrier between two groups: else all products are made before the first is added.
         sums_MH = tuple(
             lax.optimization_barrier(
-                sum_MH * along_rows(shrink_M, group)
-                + multiply(weight_smem, v_smem.at[stage, :, lanes])
+                sum_MH * along_rows(shrink_M, group) + multiply(weight_smem, v_block.at[:, lanes])
             )
             for sum_MH, lanes in zip(sums_MH, groups, strict=True)
         )

@@ -13,6 +13,7 @@ from jax import numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from jaxserve.errors import ShapeError
 from jaxserve.kernels.dot import dot, wider_dtype
 from jaxserve.kernels.paged_attention.launch import (
     BY_FORMULA,
@@ -20,6 +21,7 @@ from jaxserve.kernels.paged_attention.launch import (
     Launch,
     check_launch,
     find_launch,
+    find_pool_problem,
     power_of_two,
 )
 from jaxserve.kernels.paged_attention.splits import combine_splits, share_of_blocks
@@ -67,12 +69,14 @@ def attend(
       interpret: on a CPU, as plain XLA operations, one program after another.
 
     Raises:
-      ShapeError: see `check_launch`.
+      ShapeError: see `check_launch` and `find_pool_problem`.
     """
     X, Q, N, H = q_XQNH.shape
     K = kv_C2KRH.shape[2]
     launch = launch or find_launch(q_XQNH, kv_C2KRH, page_table_XP, split_len=split_len, cuts=cuts)
     check_launch(launch, kv_C2KRH)
+    if problem := find_pool_problem(kv_C2KRH):
+        raise ShapeError(f"triton: {problem}: make it smaller, or larger")
     splits = launch.num_splits
     out_shapes = [jax.ShapeDtypeStruct((X, Q, N, H), q_XQNH.dtype)]
     if splits > 1:
