@@ -65,7 +65,8 @@ def lower_or_read(key: ProgramKey, entries: CacheEntries | None) -> jax.stages.L
 
 
 def _can_keep(key: ProgramKey) -> bool:
-    return jax.default_backend() == "cpu" and key.spec.kernels.attention in _KEPT_ATTENTION
+    is_kind = jax.default_backend() == "cpu" and key.spec.kernels.attention in _KEPT_ATTENTION
+    return is_kind and _digest_of_package() != ""
 
 
 def _trace(program: Program) -> export.Exported:
@@ -95,10 +96,13 @@ def _digest(key: ProgramKey) -> str:
 
 @functools.cache
 def _digest_of_package() -> str:
-    """Of every source file: what may change a trace is not told apart from the rest."""
+    """Of every source file: what may change a trace is not told apart from the rest. "" where there
+    are none, as in a zip file."""
     root = Path(jaxserve.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    digest, paths = hashlib.sha256(), sorted(root.rglob("*.py"))
+    if not paths:
+        return ""
+    for path in paths:
         digest.update(f"{path.relative_to(root)}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -168,6 +168,18 @@ def test_every_source_file_is_in_the_digest(
     assert len(digests) == 2
 
 
+def test_without_source_files_nothing_is_kept(
+    forward: ProgramKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, cache = tmp_path / "jaxserve.zip", tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setattr(jaxserve, "__file__", str(package / "jaxserve" / "__init__.py"))
+    kept_traces._digest_of_package.cache_clear()
+    lower_or_read(forward, CacheEntries(cache))
+    kept_traces._digest_of_package.cache_clear()
+    assert not _names(cache)
+
+
 def test_another_setting_of_jax_is_traced_again(forward: ProgramKey, tmp_path: Path) -> None:
     entries = CacheEntries(tmp_path)
     lower_or_read(forward, entries)
