@@ -8,6 +8,7 @@ call nothing of Python.
 import functools
 import hashlib
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,11 @@ logger = logging.getLogger(__name__)
 # Those that can be kept: the others call Python where they are simulated, and where they are not
 # nobody has compared what a GPU makes of a kept one.
 _KEPT_ATTENTION: Final[frozenset[Impl]] = frozenset({"native", "reference", "xla"})
+
+# The one setting of JAX that names a place and no more: a cache folder may be moved.
+_FOLDER_SETTING: Final = "jax_compilation_cache_dir"
+
+_IMPORTED_S: Final = time.time()
 
 for _node in (PackedWeight, QuantizedPool, RowState, SamplingRows):
     export.register_pytree_node_serialization(
@@ -65,7 +71,8 @@ def lower_or_read(key: ProgramKey, entries: CacheEntries | None) -> jax.stages.L
 
 
 def _can_keep(key: ProgramKey) -> bool:
-    return jax.default_backend() == "cpu" and key.spec.kernels.attention in _KEPT_ATTENTION
+    is_keepable = jax.default_backend() == "cpu" and key.spec.kernels.attention in _KEPT_ATTENTION
+    return is_keepable and _digest_of_package() is not None
 
 
 def _trace(program: Program) -> export.Exported:
@@ -88,17 +95,23 @@ def _read(stored: bytes, key: ProgramKey) -> export.Exported | None:
 
 def _digest(key: ProgramKey) -> str:
     """Of all that a trace depends on: the program, JAX and its settings, and this package."""
-    settings = sorted((name, repr(value)) for name, value in jax.config.values.items())
-    facts = (repr(key), jax.__version__, repr(settings), _digest_of_package())
+    settings = sorted(
+        (name, repr(value)) for name, value in jax.config.values.items() if name != _FOLDER_SETTING
+    )
+    facts = (repr(key), jax.__version__, repr(settings), str(_digest_of_package()))
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
 
 @functools.cache
-def _digest_of_package() -> str:
-    """Of every source file: what may change a trace is not told apart from the rest."""
+def _digest_of_package() -> str | None:
+    """Of every source file: what may change a trace is not told apart from the rest. None where
+    one has changed since it was imported: what runs here is then not what would be hashed."""
     root = Path(jaxserve.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
+        if path.stat().st_ctime > _IMPORTED_S:
+            logger.info("traces are not kept, a source file has changed since file=%s", path)
+            return None
         digest.update(f"{path.relative_to(root)}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
