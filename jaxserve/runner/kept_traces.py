@@ -8,11 +8,14 @@ call nothing of Python.
 import functools
 import hashlib
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import flax
 import jax
+import numpy as np
 from jax import export
 
 import jaxserve
@@ -30,6 +33,11 @@ logger = logging.getLogger(__name__)
 # Those that can be kept: the others call Python where they are simulated, and where they are not
 # nobody has compared what a GPU makes of a kept one.
 _KEPT_ATTENTION: Final[frozenset[Impl]] = frozenset({"native", "reference", "xla"})
+
+# The one setting of JAX that names a place and no more: a cache folder may be moved.
+_FOLDER_SETTING: Final = "jax_compilation_cache_dir"
+
+_IMPORTED_S: Final = time.time()
 
 for _node in (PackedWeight, QuantizedPool, RowState, SamplingRows):
     export.register_pytree_node_serialization(
@@ -65,8 +73,8 @@ def lower_or_read(key: ProgramKey, entries: CacheEntries | None) -> jax.stages.L
 
 
 def _can_keep(key: ProgramKey) -> bool:
-    is_kind = jax.default_backend() == "cpu" and key.spec.kernels.attention in _KEPT_ATTENTION
-    return is_kind and _digest_of_package() != ""
+    is_keepable = jax.default_backend() == "cpu" and key.spec.kernels.attention in _KEPT_ATTENTION
+    return is_keepable and _digest_of_package() is not None
 
 
 def _trace(program: Program) -> export.Exported:
@@ -89,20 +97,31 @@ def _read(stored: bytes, key: ProgramKey) -> export.Exported | None:
 
 def _digest(key: ProgramKey) -> str:
     """Of all that a trace depends on: the program, JAX and its settings, and this package."""
-    settings = sorted((name, repr(value)) for name, value in jax.config.values.items())
-    facts = (repr(key), jax.__version__, repr(settings), _digest_of_package())
+    settings = sorted(
+        (name, repr(value)) for name, value in jax.config.values.items() if name != _FOLDER_SETTING
+    )
+    versions = (
+        jax.__version__,
+        np.__version__,
+        flax.__version__,
+    )  # those that a trace is made with
+    facts = (repr(key), *versions, repr(settings), str(_digest_of_package()))
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
 
 @functools.cache
-def _digest_of_package() -> str:
-    """Of every source file: what may change a trace is not told apart from the rest. "" where there
-    are none, as in a zip file."""
+def _digest_of_package() -> str | None:
+    """Of every source file: what may change a trace is not told apart from the rest. None where
+    there are none, as in a zip file, and where one has changed since it was imported: what runs
+    here is then not what would be hashed."""
     root = Path(jaxserve.__file__).parent
     digest, paths = hashlib.sha256(), sorted(root.rglob("*.py"))
     if not paths:
-        return ""
+        return None
     for path in paths:
+        if path.stat().st_ctime > _IMPORTED_S:
+            logger.info("traces are not kept, a source file has changed since file=%s", path)
+            return None
         digest.update(f"{path.relative_to(root)}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

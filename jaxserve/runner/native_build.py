@@ -202,14 +202,15 @@ def _keep(built: Path, path: Path) -> None:
 
 def _remove_leftovers(cache_dir: Path | None) -> None:
     """Removes what starts that were killed while they built left behind a day ago or earlier."""
-    # what cannot be looked at is not in the way; ValueError: a NUL in the name
-    with contextlib.suppress(OSError, ValueError):
+    old_s = time.time() - _DAY_S
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a NUL in the name
         for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-            if folder.stat().st_mtime < time.time() - _DAY_S:
+            if folder.lstat().st_mtime < old_s:
                 shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError, ValueError):
         for file in () if cache_dir is None else cache_dir.glob(".native-*.tmp"):
-            if file.stat().st_mtime < time.time() - _DAY_S:
-                file.unlink()
+            if file.lstat().st_mtime < old_s:
+                file.unlink(missing_ok=True)
 
 
 def _register(path: Path) -> None:

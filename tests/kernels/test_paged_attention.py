@@ -205,6 +205,21 @@ def test_a_nan_of_a_sequence_stays_its_own(kv_dtype: str | None) -> None:
 
 
 @pytest.mark.native
+@pytest.mark.parametrize("page", [2**30, 2**31 - 1, -1, -(2**31)])
+def test_a_native_call_reads_nothing_outside_of_its_arrays(page: int) -> None:
+    """What the scheduler never gives: another process's memory shall not be its end."""
+    step = build_step([Case(1, 40), Case(1, 33), Case(8, 30)], PAIRS, page=4)
+    wanted_TNH = attend(step, PAIRS, impl="native")
+    step.page_table_XP[0] = page
+    step.q_lens_X[2:4], step.q_starts_X[2:4] = (2**31 - 1, -5), (0, 2**31 - 1)
+    step.q_lens_X[4], step.q_starts_X[4] = 8, 2**31 - 1
+    step.q_lens_X[5], step.q_starts_X[5] = 3, -(2**31)
+    out_TNH = attend(step, PAIRS, impl="native")
+    assert out_TNH.shape == wanted_TNH.shape
+    np.testing.assert_array_equal(out_TNH[1], wanted_TNH[1])
+
+
+@pytest.mark.native
 def test_subnormal_numbers_are_the_same_on_every_thread() -> None:
     layout = Layout(num_single_rows=512, num_tiles=0, tile=1, num_pages=70, width=16)
     step = build_step([Case(1, 60)], layout, page=4)

@@ -1,6 +1,9 @@
 """Traces kept between starts: read in place of tracing, never a stale or a broken one."""
 
 import dataclasses
+import functools
+import logging
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from jaxserve.plan import Bucket
 from jaxserve.runner import kept_traces, steps
 from jaxserve.runner.buckets import OutputBucket
 from jaxserve.runner.cache_entries import CacheEntries
+from jaxserve.runner.compile_cache import persistent_cache
 from jaxserve.runner.kept_traces import lower_or_read
 from jaxserve.runner.lowering import ProgramKey, build_program, lower
 from jaxserve.runner.programs import Programs, program_keys
@@ -159,6 +163,7 @@ def test_every_source_file_is_in_the_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests = set()
+    monkeypatch.setattr(kept_traces, "_IMPORTED_S", math.inf)
     for content in ("a = 1", "a = 2"):
         (tmp_path / "deep").mkdir(exist_ok=True)
         (tmp_path / "__init__.py").touch()
@@ -174,10 +179,42 @@ def test_without_source_files_nothing_is_kept(
     package, cache = tmp_path / "jaxserve.zip", tmp_path / "cache"
     cache.mkdir()
     monkeypatch.setattr(jaxserve, "__file__", str(package / "jaxserve" / "__init__.py"))
-    kept_traces._digest_of_package.cache_clear()
+    digest = functools.cache(kept_traces._digest_of_package.__wrapped__)
+    monkeypatch.setattr(kept_traces, "_digest_of_package", digest)
     lower_or_read(forward, CacheEntries(cache))
-    kept_traces._digest_of_package.cache_clear()
     assert not _names(cache)
+
+
+def test_sources_that_change_while_a_start_runs_are_not_what_it_traces(
+    forward: ProgramKey,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    package, cache = tmp_path / "package", tmp_path / "cache"
+    package.mkdir()
+    cache.mkdir()
+    (package / "__init__.py").touch()  # later than the import
+    monkeypatch.setattr(jaxserve, "__file__", str(package / "__init__.py"))
+    digest = functools.cache(kept_traces._digest_of_package.__wrapped__)
+    monkeypatch.setattr(kept_traces, "_digest_of_package", digest)
+    lowered = [lower_or_read(forward, CacheEntries(cache)) for _ in range(2)]
+    assert not _names(cache)
+    assert caplog.text.count("traces are not kept, a source file has changed") == 1
+    assert _results(lowered[1]) == _results(lower(forward))
+
+
+def test_a_folder_that_was_moved_is_read_as_before(
+    forward: ProgramKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    with persistent_cache(old) as entries:
+        lower_or_read(forward, entries)
+    old.rename(new)
+    with persistent_cache(new) as entries:
+        _forbid_tracing(monkeypatch)
+        lower_or_read(forward, entries)
 
 
 def test_another_setting_of_jax_is_traced_again(forward: ProgramKey, tmp_path: Path) -> None:

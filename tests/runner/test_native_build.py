@@ -246,12 +246,14 @@ def test_what_killed_builds_left_is_removed_after_a_day(
         (temporary / f"jaxserve-native-{name}" / "one.o").touch()
         cache.mkdir(exist_ok=True)
         (cache / f".native-{name}.so.1.tmp").touch()
+    (temporary / "jaxserve-native-a").symlink_to("nowhere")  # which is in nobody's way
     a_day_ago_s = time.time() - 24 * 3600 - 1
     for path in (temporary / "jaxserve-native-old", cache / ".native-old.so.1.tmp"):
         os.utime(path, (a_day_ago_s, a_day_ago_s))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     load_native(cache)
-    assert [path.name for path in temporary.iterdir()] == ["jaxserve-native-new"]
+    left = {path.name for path in temporary.iterdir()}
+    assert left == {"jaxserve-native-a", "jaxserve-native-new"}
     assert {path.name for path in cache.glob(".native-*")} == {".native-new.so.1.tmp"}
 
 

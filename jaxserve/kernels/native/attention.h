@@ -39,11 +39,23 @@ struct Call {
   const int32_t* page_table_XP;
   const int32_t* q_starts_X;
   const int32_t* q_lens_X;
-  int64_t X, N, H, K, R, P;
+  int64_t X, N, H, C, K, R, P;
   int64_t num_single_rows, tile;
   float scale;
   int64_t window;  // 0: none
   float soft_cap;  // 0: none
+
+  // A row's queries, its first one's position, and the pool page that it has for a page of keys: all
+  // within what there is, whatever is given.
+  int64_t num_queries_of(int64_t x) const {
+    return std::clamp<int64_t>(q_lens_X[x], 0, room_of(x));
+  }
+  int64_t start_of(int64_t x) const {
+    return std::clamp<int64_t>(q_starts_X[x], 0, std::max<int64_t>(0, P * R - num_queries_of(x)));
+  }
+  int64_t pool_page_of(int64_t x, int64_t page) const {
+    return std::clamp<int64_t>(page_table_XP[x * P + std::min(page, P - 1)], 0, C - 1);
+  }
 
   // Queries that there is room for, and the first of them.
   int64_t room_of(int64_t x) const { return x < num_single_rows ? 1 : tile; }
@@ -374,7 +386,7 @@ template <typename Query, typename KV, bool is_paired>
 void attend(const Call& call, const Query* q_TNH, const KV* kv_C2KRH, Query* out_TNH, int64_t x,
             Heads heads) {
   static thread_local Scratch scratch;
-  const int64_t H = call.H, G = call.N / call.K, num_queries = call.q_lens_X[x];
+  const int64_t H = call.H, G = call.N / call.K, num_queries = call.num_queries_of(x);
   const int64_t M = num_queries * G;  // of a head
   const int64_t first_query = call.first_of(x) * call.N * H;
   Query* out_QNH = out_TNH + first_query;
@@ -389,15 +401,15 @@ void attend(const Call& call, const Query* q_TNH, const KV* kv_C2KRH, Query* out
   scratch.top_M.assign(heads.num * M, kLowest);
   scratch.total_M.assign(heads.num * M, 0);
   read_queries<Query, is_paired>(call, q_TNH + first_query, num_queries, heads, scratch);
-  const int64_t start = call.q_starts_X[x], end = start + num_queries;
+  const int64_t start = call.start_of(x), end = start + num_queries;
   const int64_t first_key = call.window ? std::max<int64_t>(0, start - call.window + 1) : 0;
-  const int32_t* pages = call.page_table_XP + x * call.P;
   const int64_t slab = call.R * H;  // numbers of a page's K or V of one head
   const auto find_rows = [&](int64_t block, Rows<KV>& rows) {
     rows.num_keys = std::clamp<int64_t>(end - block, 0, kBlock);
     int64_t page = block / call.R, row = block % call.R;
     for (int64_t s = 0; s < rows.num_keys; ++s) {
-      const int64_t at = (int64_t(pages[page]) * 2 * call.K + heads.first) * call.R + row;
+      const int64_t pool_page = call.pool_page_of(x, page);
+      const int64_t at = (pool_page * 2 * call.K + heads.first) * call.R + row;
       rows.keys[s] = kv_C2KRH + at * H;
       rows.values[s] = rows.keys[s] + call.K * slab;
       if constexpr (kHasScales<KV>) {

@@ -13,7 +13,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// What a call is given; shapes as in rotate_write.py.
+// What a call is given; shapes as in kernels/rows.py.
 template <typename Number>
 struct Call {
   const float *q_TNH, *k_TKH, *v_TKH, *cos_TP, *sin_TP;
