@@ -203,7 +203,12 @@ class Edge:
         if method in GENERATING:
             log_failure(failure, method=method)
         self._end(method, status.code, span, failure)
-        await context.abort_with_status(status)  # type: ignore[attr-defined]  # not in the stubs
+        try:
+            await context.abort_with_status(status)  # type: ignore[attr-defined]  # not in the stubs
+        except grpc.aio.InternalError as error:
+            # the client left, or its time was over, at the same moment: nobody is to be told
+            logger.debug("the transport ended a call before its status request_id=%r", request_id)
+            raise asyncio.CancelledError from error
 
     def _end(
         self,

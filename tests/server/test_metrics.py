@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from jaxserve.client import AsyncClient, Delta, Finish, ServerError
+from jaxserve.errors import DeadlineError
 from jaxserve.metrics import Metrics
 from jaxserve.server.edge import Context, Edge
 from tests.server.harness import Running, Steps, connect, run_server, until
@@ -337,6 +338,18 @@ async def test_a_call_that_the_transport_ends_is_counted_by_its_cause(
     assert metrics.value("requests_refused_total") == 0
 
 
+async def test_a_status_that_comes_behind_the_transports_end_is_no_fault() -> None:
+    metrics = Metrics()
+    context = Stub(None, abort_error=grpc.aio.InternalError())
+    async with run_server() as running:
+        edge = Edge(running.engine.config.limits, metrics)
+        with pytest.raises(asyncio.CancelledError):
+            async with edge.call(typing.cast("Context", context), "Generate"):
+                raise DeadlineError("the deadline passed")
+    assert metrics.value("rpcs_total", method="Generate", code="DEADLINE_EXCEEDED") == 1
+    assert metrics.value("rpcs_total") == 1
+
+
 class AbortedError(Exception):
     """What `abort_with_status` raises."""
 
@@ -348,11 +361,12 @@ def stub(remaining_s: float | None = None) -> Context:
 class Stub:
     """As much of a servicer's context as the edge looks at."""
 
-    def __init__(self, remaining_s: float | None) -> None:
+    def __init__(self, remaining_s: float | None, *, abort_error: Exception | None = None) -> None:
         self._remaining_s = remaining_s
+        self._abort_error = abort_error
 
     def time_remaining(self) -> float | None:
         return self._remaining_s
 
     async def abort_with_status(self, status: grpc.Status) -> None:
-        raise AbortedError(status.code)
+        raise self._abort_error or AbortedError(status.code)
