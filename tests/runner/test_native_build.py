@@ -290,7 +290,7 @@ import pytest
 from jaxserve.runner import native_build as build
 build.FLAGS = tuple("-march=x86-64-v3" if flag == "-march=native" else flag for flag in build.FLAGS)
 folder = "tests/kernels"
-names = ("native_dot", "native_rows", "paged_attention")
+names = ("native_dot", "paged_attention")
 suite = [f"{folder}/test_{name}.py" for name in names]
 sys.exit(pytest.main(["-q", "-m", "native", "-p", "no:cacheprovider", *suite]))
 """
