@@ -78,7 +78,8 @@ def test_a_cut_that_is_wrong_or_refused_is_left_out(
     assert "too many of them" in told
 
 
-@pytest.mark.parametrize("kv_dtype", [pytest.param("bfloat16", marks=pytest.mark.nightly), "int8"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
 def test_it_runs_to_its_end_on_a_cpu(
     kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
