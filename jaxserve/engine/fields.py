@@ -1,6 +1,7 @@
 """Checks of one field's value, each with a message that names it and the fix."""
 
 import ctypes
+import math
 import operator
 from collections.abc import Sized
 from numbers import Integral, Real
@@ -74,7 +75,7 @@ def check_number(
     except OverflowError:  # an int beyond any float
         raise refusal(value, field, wanted) from None
     is_within = low <= number <= high or number in (_as_float32(low), _as_float32(high))
-    if not is_within or (above is not None and number <= above):
+    if not math.isfinite(number) or not is_within or (above is not None and number <= above):
         raise refusal(value, field, wanted)
     return number
 

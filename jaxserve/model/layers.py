@@ -43,8 +43,8 @@ def normed_input(
     config: ModelConfig,
     matmul: MatmulImpl,
 ) -> jax.Array:
-    """Returns what a part of the layer reads of the residual stream; native it is bfloat16, which
-    all that reads it is then."""
+    """Returns what a part of the layer reads of the residual stream: float32, or with native
+    products, whose weights are bfloat16, rounded to that."""
     if not config.pre_norms:
         return x_TD
     weight_D = params[f"{part}_norm_D"]

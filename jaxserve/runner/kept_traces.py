@@ -24,7 +24,7 @@ from jaxserve.kernels.paged_attention import Impl
 from jaxserve.kernels.pool import QuantizedPool
 from jaxserve.model.sampling import SamplingRows
 from jaxserve.runner.cache_entries import CacheEntries
-from jaxserve.runner.lowering import Program, ProgramKey, build_program, lower
+from jaxserve.runner.lowering import ProgramKey, ProgramSource, build_source, lower
 from jaxserve.runner.native_build import TARGETS
 from jaxserve.runner.state import RowState
 
@@ -56,20 +56,20 @@ def lower_or_read(key: ProgramKey, entries: CacheEntries | None) -> jax.stages.L
     """
     if entries is None or not _can_keep(key):
         return lower(key)
-    program = build_program(key)
-    name = f"trace_{program.function.__name__}-{_digest(key)}"
+    source = build_source(key)
+    name = f"trace_{source.function.__name__}-{_digest(key)}"
     stored = entries.get(name)
     exported = None if stored is None else _read(stored, key)
     if exported is None:
-        exported = _trace(program)
+        exported = _trace(source)
         entries.put(name, bytes(exported.serialize()))
     call: Callable[..., Any] = exported.call
 
     def run(*arguments: Any) -> Any:  # noqa: ANN401  # as the program's
         return call(*arguments)
 
-    run.__name__ = program.function.__name__  # what JAX calls it in logs and in its own cache
-    return jax.jit(run, donate_argnums=program.donated).lower(*program.arguments)
+    run.__name__ = source.function.__name__  # what JAX calls it in logs and in its own cache
+    return jax.jit(run, donate_argnums=source.donated).lower(*source.arguments)
 
 
 def _can_keep(key: ProgramKey) -> bool:
@@ -77,13 +77,10 @@ def _can_keep(key: ProgramKey) -> bool:
     return is_keepable and _digest_of_package() is not None
 
 
-def _trace(program: Program) -> export.Exported:
-    jitted = jax.jit(
-        program.function, static_argnames=tuple(program.static), donate_argnums=program.donated
-    )
+def _trace(source: ProgramSource) -> export.Exported:
     # Our own may change from version to version; a trace is read by the very package that kept it.
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
-    return export.export(jitted, disabled_checks=checks)(*program.arguments, **program.static)
+    return export.export(source.jit(), disabled_checks=checks)(*source.arguments, **source.static)
 
 
 def _read(stored: bytes, key: ProgramKey) -> export.Exported | None:

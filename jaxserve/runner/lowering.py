@@ -51,8 +51,8 @@ def bucket_name(bucket: Bucket | OutputBucket) -> str:
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
-class Program:
-    """What is traced: a function of arrays, called so.
+class ProgramSource:
+    """What a program is traced from: a function of arrays, called so.
 
     Attributes:
       arguments: `ShapeDtypeStruct`s, nested as the arrays are.
@@ -65,11 +65,10 @@ class Program:
     static: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     donated: tuple[int, ...] = ()
 
-    def lower(self) -> jax.stages.Lowered:
-        """Traces it. JAX keeps traces by function: one that was traced before is not again."""
+    def jit(self) -> jax.stages.Wrapped:
+        """Returns what traces it. JAX keeps traces by function: one of before is not made again."""
         names = tuple(self.static)
-        jitted = jax.jit(self.function, static_argnames=names, donate_argnums=self.donated)
-        return jitted.lower(*self.arguments, **self.static)
+        return jax.jit(self.function, static_argnames=names, donate_argnums=self.donated)
 
 
 def lower(key: ProgramKey, sharding: jax.sharding.Sharding | None = None) -> jax.stages.Lowered:
@@ -78,17 +77,16 @@ def lower(key: ProgramKey, sharding: jax.sharding.Sharding | None = None) -> jax
     Args:
       sharding: where every argument lies; None is the default device.
     """
-    program = build_program(key)
+    source = build_source(key)
+    arguments = source.arguments
     if sharding is not None:
-        placed: tuple[Any, ...] = jax.tree.map(
-            lambda leaf: ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            program.arguments,
+        arguments = jax.tree.map(
+            lambda leaf: ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments
         )
-        program = dataclasses.replace(program, arguments=placed)
-    return program.lower()
+    return source.jit().lower(*arguments, **source.static)
 
 
-def build_program(key: ProgramKey) -> Program:
+def build_source(key: ProgramKey) -> ProgramSource:
     """Returns what a program is made of; nothing is traced but `init_arrays`, once."""
     spec = key.spec
     shape = functools.partial(ShapeDtypeStruct, dtype=jnp.int32)
@@ -99,10 +97,10 @@ def build_program(key: ProgramKey) -> Program:
     of_spec = {"spec": spec}
     match key.kind, key.bucket:
         case "init", None:
-            return Program(function=steps.init_arrays, static=of_spec)
+            return ProgramSource(function=steps.init_arrays, static=of_spec)
         case "forward", Bucket() as bucket:
             packed_I = shape((packed_len(bucket, spec),))
-            return Program(
+            return ProgramSource(
                 function=steps.forward_step,
                 arguments=(
                     abstract_tree(spec),
@@ -126,13 +124,13 @@ def build_program(key: ProgramKey) -> Program:
             if bucket.variant == "full":
                 words = num_words(spec.model.padded_vocab_size)
                 mask_RW = shape((bucket.rows, words), dtype=jnp.uint32)
-                return Program(
+                return ProgramSource(
                     function=steps.full_output_step,
                     arguments=(*arguments, mask_RW),
                     static=of_spec,
                     donated=(2, 3),
                 )
-            return Program(
+            return ProgramSource(
                 function=steps.output_step,
                 arguments=arguments,
                 static={"spec": spec, "variant": bucket.variant},
@@ -141,22 +139,24 @@ def build_program(key: ProgramKey) -> Program:
         case "score", None:
             rows_2W = shape((2, SCORE_WIDTH))
             arguments = (head_params(abstract_tree(spec)), hidden_TD, rows_2W)
-            return Program(function=steps.score_step, arguments=arguments, static=of_spec)
+            return ProgramSource(function=steps.score_step, arguments=arguments, static=of_spec)
         case "row_load", None:
             arguments = (state, shape((LOAD_WIDTH, load_len(spec))))
-            return Program(function=load_rows, arguments=arguments, static=of_spec, donated=(0,))
+            return ProgramSource(
+                function=load_rows, arguments=arguments, static=of_spec, donated=(0,)
+            )
         case "counts", None:
             arguments = (state.sampling.counts_BV, shape((3, COUNT_WIDTH)))
-            return Program(function=add_counts, arguments=arguments, donated=(0,))
+            return ProgramSource(function=add_counts, arguments=arguments, donated=(0,))
         case "page_copy", None:
             arguments = (kv, shape((2, COPY_WIDTH)))
-            return Program(function=steps.copy_pages, arguments=arguments, donated=(0,))
+            return ProgramSource(function=steps.copy_pages, arguments=arguments, donated=(0,))
         case "page_out", None:
-            return Program(function=steps.page_out, arguments=(kv, shape((SWAP_WIDTH,))))
+            return ProgramSource(function=steps.page_out, arguments=(kv, shape((SWAP_WIDTH,))))
         case "page_in", None:
             layers = jax.eval_shape(functools.partial(steps.empty_pages, SWAP_WIDTH, spec=spec))
             arguments = (kv, shape((SWAP_WIDTH,)), layers)
-            return Program(function=steps.page_in, arguments=arguments, donated=(0,))
+            return ProgramSource(function=steps.page_in, arguments=arguments, donated=(0,))
     raise AssertionError(f"no such program: {key}")
 
 

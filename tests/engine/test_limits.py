@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.config import LimitsSection
 from jaxserve.engine import ServedModel
+from jaxserve.engine.fields import check_number
 from jaxserve.engine.limits import merge_sampling, resolve
 from jaxserve.errors import InvalidRequestError, NoChatTemplateError, RequestError
 from jaxserve.request import (
@@ -357,3 +358,11 @@ def test_refusals_are_errors_of_the_request_alone() -> None:
     for attempt in attempts:
         with pytest.raises(RequestError):
             attempt()
+
+
+@pytest.mark.parametrize("high", [1e39, math.inf])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_within_no_bounds(value: float, high: float) -> None:
+    """A float32 of 1e39 is infinity."""
+    with pytest.raises(InvalidRequestError, match="top"):
+        check_number(value, "sampling.top", low=-high, high=high)
