@@ -78,7 +78,6 @@ class EngineLoop:
         self.accounts = Accounts(metrics, self.trace)
         self.taps: list[Callable[[Request, int], None]] = []
         self._throughput = ThroughputLog(metrics, config.log.interval_s)
-        self._turn_s = 0.0  # when the step that goes on began
 
     def run(self) -> None:
         """Returns when it was told to end, and everything has."""
@@ -120,13 +119,14 @@ class EngineLoop:
     def step(self) -> None:
         """Plans and launches a step, and takes in the result of one before it."""
         self._take_inbox()
-        now_s = self._turn_s = self._clock()
+        now_s = self._clock()
         self._end_expired(now_s)
         plan = self._scheduler.schedule(now_s)
         self._start_new(plan)
         self._steps.lap("schedule")
         if plan.has_work:
             self._in_flight.launch(plan)
+        self._give_turns(now_s)
         if plan.needs_masks:
             self._launch_output(plan)
         if self._in_flight and (self._in_flight.is_full or not plan.has_work):
@@ -176,10 +176,12 @@ class EngineLoop:
         self._steps.lap("mask")
         self._in_flight.launch_output(masks.by_sequence)
 
-    def _retire(self) -> None:
-        # before it may take long; the readers' work is beside the device's, not before its next
-        num_put_off = self.waker.flush_turns(self._turn_s, is_late=self._in_flight.is_ready)
+    def _give_turns(self, now_s: float) -> None:
+        """Has readers work beside the device: once a step, when it has the next to do."""
+        num_put_off = self.waker.flush_turns(now_s, is_late=self._in_flight.is_ready)
         self._metrics.put_off_streams.inc(num_put_off)
+
+    def _retire(self) -> None:
         plan, result = self._in_flight.retire()
         now_s = self._clock()
         stopped = find_stopped(result, self._by_sequence)

@@ -32,10 +32,10 @@ class Stream:
     `Finished` stands for the last choice's end and the request's. The choices' events come in any
     order among each other.
 
-    The writing side never waits: what is unread of a choice is merged into one pending delta, and
-    all is bounded in bytes. The reading side ends with `Finished`, or raises the request's error,
-    once. A reader that leaves early (break, close, an exception, a cancelled task) cancels the
-    request.
+    The writing side never waits. It holds tokens back until the waker gives it a turn; what is
+    unread of a choice is merged into one pending delta, and all is bounded in bytes. The reading
+    side ends with `Finished`, or raises the request's error, once. A reader that leaves early
+    (break, close, an exception, a cancelled task) cancels the request.
 
     Attributes:
       request_id: as asked, or as made by the engine.
@@ -62,8 +62,8 @@ class Stream:
         max_bytes: unread output that is kept; one put more ends the request.
         decoders: of each choice, run by the reader over tokens that came without text; None where
           all have text.
-        waker: told of a waiting task at each event; flushed by the engine. Output behind the first
-          may wait for others' turns.
+        waker: told of a waiting task at each event, and asked for turns for output behind the
+          first; flushed by the engine.
         on_cancel: called at most once, by any thread, and never after the end.
         total: told of all that is put.
         """
@@ -91,14 +91,14 @@ class Stream:
         self._is_given_up = False
         self._is_cancelled = False
         self._on_end: Callable[[], None] | None = None
-        self._has_output = False  # some has been put
         self._waiter: Waiter | None = None
-        self._joined: Waiter | None = None  # whom the waker has, to be woken in its turn
         self._has_sleeper = False  # a thread, which waits for _changed
+        # the engine thread's own
+        self._held = [Unread() for _ in self._decoders]  # until this stream has its turn
+        self._num_held_bytes = 0
+        self._has_output = False  # some has been put
         # the reader's own
         self._has_read_start = False
-        self._has_read_output = False
-        self._num_in_hand = 0  # choices that are still to be read in this turn
         self._next: ChoiceFinished | None = None
         self._is_over = False
 
@@ -107,7 +107,7 @@ class Stream:
     @property
     def num_unread_bytes(self) -> int:
         """All of it, the prompt's log-probabilities too."""
-        return self._num_bytes + self._num_start_bytes
+        return self._num_bytes + self._num_held_bytes + self._num_start_bytes
 
     def start(
         self, prompt_logprobs: tuple[TokenLogprobs, ...] = (), *, cached_prompt_tokens: int = 0
@@ -150,34 +150,41 @@ class Stream:
             num_bytes += len(text) if is_ascii else len(text.encode("utf-8", "surrogatepass"))
         if logprobs is not None:
             num_bytes += logprobs_bytes((logprobs,))
-        with self._lock:
-            if self._num_bytes + num_bytes > self._max_bytes:
-                return False
-            self._num_bytes += num_bytes
-            unread = self._unread[index]
-            unread.num_bytes += num_bytes
-            unread.token_ids.append(token_id)
-            unread.ready_s.append(now_s)
-            if logprobs is not None:
-                unread.logprobs.append(logprobs)
-            if text is None:
-                unread.undecoded.append(token_id)
-            elif text:
-                unread.texts.append(text)
-            self._ready[index] = None
-            if self._total is not None:
-                self._total.note(num_bytes)
-            if not self._has_output:
-                self._has_output = True
-                self._wake()
-            elif self._waiter is not None or self._has_sleeper:
-                self._wake_in_turn()
+        if self._num_bytes + self._num_held_bytes + num_bytes > self._max_bytes:
+            return False
+        held = self._held[index]
+        self._num_held_bytes += num_bytes
+        held.num_bytes += num_bytes
+        held.token_ids.append(token_id)
+        held.ready_s.append(now_s)
+        if logprobs is not None:
+            held.logprobs.append(logprobs)
+        if text is None:
+            held.undecoded.append(token_id)
+        elif text:
+            held.texts.append(text)
+        if self._total is not None:
+            self._total.note(num_bytes)
+        if self._has_output:
+            self._waker.join(self, now_s)
+        else:
+            self._has_output = True
+            self.hand_over()
         return True
+
+    def hand_over(self) -> bool:
+        """Gives the reader all that was put; True where it had taken all that came before."""
+        with self._lock:
+            had_all = not self._ready
+            self._give_held()
+            self._wake()
+        return had_all
 
     def finish_choice(self, end: ChoiceFinished, *, last_text: str = "") -> None:
         """Adds the end of a choice that is not the last; `last_text` was held back before it."""
         with self._lock:
             self._started = True  # where it never was: an end before it would be out of order
+            self._give_held()
             self._end_choice(end.index, last_text)
             self._unread[end.index].end = end
             self._wake()
@@ -187,6 +194,7 @@ class Stream:
         with self._lock:
             if not self._is_given_up:
                 assert self._end is None, f"request {self.request_id} ended twice"
+                self._give_held()
                 if isinstance(end, Finished):
                     self._end_choice(end.index, last_text)
                 self._end = end
@@ -202,11 +210,13 @@ class Stream:
         """
         with self._lock:
             self._unread = [Unread() for _ in self._decoders]
+            self._held = [Unread() for _ in self._decoders]
             self._ready.clear()
             self._prompt_logprobs = ()
-            self._num_bytes = self._num_start_bytes = 0
+            self._num_bytes = self._num_held_bytes = self._num_start_bytes = 0
             self._is_given_up = True
             self._end = error
+            self._waker.leave(self)
             self._wake()
 
     def _end_choice(self, index: int, last_text: str) -> None:
@@ -217,26 +227,28 @@ class Stream:
         unread.has_ended = True
         self._ready[index] = None
 
+    def _give_held(self) -> None:
+        """Adds what was held back to what is unread: no turn is needed for it any more."""
+        self._waker.leave(self)
+        for index, held in enumerate(self._held):
+            if not held.token_ids:
+                continue
+            self._held[index] = Unread()
+            if index in self._ready:
+                self._unread[index].add(held)
+            else:
+                self._unread[index] = held
+                self._ready[index] = None
+        self._num_bytes += self._num_held_bytes
+        self._num_held_bytes = 0
+
     def _wake(self) -> None:
-        self._wake_sleeper()
-        waiter = self._waiter or self._joined
-        self._waiter = self._joined = None
-        if waiter is not None:
-            self._waker.wake(waiter)
-
-    def _wake_in_turn(self) -> None:
-        self._wake_sleeper()
-        if self._waiter is not None:
-            self._join(self._waiter)
-
-    def _join(self, waiter: Waiter) -> None:
-        self._waker.join(waiter)
-        self._waiter, self._joined = None, waiter
-
-    def _wake_sleeper(self) -> None:
         if self._has_sleeper:
             self._has_sleeper = False
             self._changed.notify_all()
+        if self._waiter is not None:
+            self._waker.wake(self._waiter)
+            self._waiter = None
 
     # the reader's side
 
@@ -256,12 +268,8 @@ class Stream:
         """The same for a task, without a thread: the engine wakes the event loop."""
         try:
             while not self._is_over:
-                if (turn := self._find_turn()) is not None:
-                    await turn
-                    self._take_turn()
                 while (future := self._future()) is not None:
                     await future
-                    self._take_turn()
                 yield self._take()
         finally:
             self._leave()
@@ -319,31 +327,9 @@ class Stream:
         with self._lock:
             if self._is_ready():
                 return None
-            self._waiter, self._joined = _build_waiter(), None
+            loop = asyncio.get_running_loop()
+            self._waiter = Waiter(loop, loop.create_future())
             return self._waiter.future
-
-    def _find_turn(self) -> asyncio.Future[None] | None:
-        """What to await where more is there already, but others wait for their turns: who is behind
-        would take a message of one token after the other, and never wait for its own."""
-        if self._num_in_hand > 0:
-            self._num_in_hand -= 1
-            return None
-        if not self._waker.is_crowded:
-            return None
-        with self._lock:
-            if not self._has_read_output or not self._ready or self._is_ending():
-                return None
-            waiter = _build_waiter()
-            self._join(waiter)
-            return waiter.future
-
-    def _take_turn(self) -> None:
-        """One turn is for all choices that have something then."""
-        self._num_in_hand = len(self._ready) - self._has_read_start
-
-    def _is_ending(self) -> bool:
-        has_end = self._end is not None or self._next is not None
-        return has_end or any(self._unread[index].has_ended for index in self._ready)
 
     def _take(self) -> Event:
         """The next event; decoding is done unlocked, so that the engine never waits for it."""
@@ -361,7 +347,6 @@ class Stream:
                 unread, self._unread[index] = self._unread[index], Unread()
                 self._num_bytes -= unread.num_bytes
             if (delta := self._build_delta(index, unread)) is not None:
-                self._has_read_output = True
                 return delta
 
     def _take_start(self) -> Started | None:
@@ -409,8 +394,3 @@ class Stream:
             return ""
         text = decoder.push(unread.undecoded) if unread.undecoded else ""
         return text + decoder.flush() if unread.has_ended else text
-
-
-def _build_waiter() -> Waiter:
-    loop = asyncio.get_running_loop()
-    return Waiter(loop, loop.create_future())

@@ -37,6 +37,15 @@ class Unread:
     has_ended: bool = False
     end: ChoiceFinished | None = None
 
+    def add(self, more: "Unread") -> None:
+        """Takes in what came behind it; no end is in either."""
+        self.token_ids += more.token_ids
+        self.logprobs += more.logprobs
+        self.ready_s += more.ready_s
+        self.undecoded += more.undecoded
+        self.texts += more.texts
+        self.num_bytes += more.num_bytes
+
 
 class Holder(Protocol):
     """Whose unread output is counted: a stream."""

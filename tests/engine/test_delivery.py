@@ -57,7 +57,7 @@ def engine() -> Engine:
 async def test_a_step_gives_as_many_their_turn_and_the_rest_is_merged(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waker, "MAX_WAKES", 1)
+    monkeypatch.setattr(waker, "MAX_TURNS", 1)
     reading = Reading(engine)
     streams = [reading.submit(max_tokens=9) for _ in range(NUM_READERS)]
     for _ in range(6):
@@ -79,7 +79,7 @@ async def test_a_step_gives_as_many_their_turn_and_the_rest_is_merged(
 async def test_an_end_comes_with_its_step_whoever_waits(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waker, "MAX_WAKES", 0)
+    monkeypatch.setattr(waker, "MAX_TURNS", 0)
     reading = Reading(engine)
     long, short = reading.submit(max_tokens=12), reading.submit(max_tokens=3)
     while engine.metrics.total("requests_finished_total") < 1:
@@ -108,7 +108,7 @@ async def test_nobody_of_a_few_readers_is_put_off(engine: Engine) -> None:
 async def test_a_reader_that_leaves_while_it_waits_for_its_turn_leaves_nothing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waker, "MAX_WAKES", 0)
+    monkeypatch.setattr(waker, "MAX_TURNS", 0)
     reading = Reading(engine)
     stays, goes = reading.submit(max_tokens=20), reading.submit(max_tokens=20)
     while num_in_turn(engine._loop.waker) < 2:

@@ -22,7 +22,7 @@ from jaxserve.engine import waker as waker_module
 from jaxserve.engine.events import ChoiceFinished, Delta, Event
 from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.engine.stream import Stream
-from jaxserve.engine.waker import MAX_HOLD_S, MAX_WAKES, MIN_WAKES, Waiter, Waker
+from jaxserve.engine.waker import MAX_HOLD_S, MAX_TURNS, MIN_TURNS, Waiter, Waker
 from jaxserve.errors import JaxserveError, NumericsError
 from jaxserve.metrics import Metrics
 from jaxserve.request import FinishReason
@@ -53,201 +53,167 @@ def open_loop() -> Iterator[Loop]:
         loop.close()
 
 
-def waiters_of(loop: Loop, number: int) -> list[Waiter]:
-    return [Waiter(loop, loop.create_future()) for _ in range(number)]
+class Held:
+    """Has something for its reader, which reads on at once, or never."""
+
+    def __init__(self, waker: Waker, *, reads: bool = True) -> None:
+        self.is_given = False
+        self._waker = waker
+        self._reads = reads
+
+    def hand_over(self) -> bool:
+        self.is_given = True
+        self._waker.leave(self)
+        return self._reads
 
 
-def woken(waiters: list[Waiter]) -> list[int]:
-    return [place for place, waiter in enumerate(waiters) if waiter.future.done()]
+def join(waker: Waker, number: int, *, now_s: float) -> list[Held]:
+    """As many as want a turn from now on."""
+    holders = [Held(waker) for _ in range(number)]
+    for holder in holders:
+        waker.join(holder, now_s)
+    return holders
 
 
-def test_each_of_four_times_as_many_is_woken_once_in_four_steps_and_the_first_first() -> None:
-    with open_loop() as loop:
-        waker = Waker()
-        waker.flush_turns(0.0)
-        waiters = waiters_of(loop, 4 * MAX_WAKES)
-        for waiter in waiters:
-            waker.join(waiter)
-        for step in range(1, 5):
-            left = waker.flush_turns(step * STEP_S)
-            assert woken(waiters) == list(range(step * MAX_WAKES))
-            assert left == (4 - step) * MAX_WAKES
-        assert loop.num_calls == 4
+def given(holders: list[Held]) -> list[int]:
+    return [place for place, holder in enumerate(holders) if holder.is_given]
+
+
+def begin() -> Waker:
+    """One that has seen a step at 0 s."""
+    waker = Waker()
+    waker.flush_turns(0.0)
+    return waker
+
+
+def test_each_of_four_times_as_many_has_its_turn_once_in_four_steps_and_the_first_first() -> None:
+    waker = begin()
+    holders = join(waker, 4 * MAX_TURNS, now_s=STEP_S)
+    for step in range(1, 5):
+        left = waker.flush_turns(step * STEP_S)
+        assert given(holders) == list(range(step * MAX_TURNS))
+        assert left == (4 - step) * MAX_TURNS
 
 
 def test_who_comes_back_is_behind_those_that_wait() -> None:
-    with open_loop() as loop:
-        waker = Waker()
-        waker.flush_turns(0.0)
-        first, second = waiters_of(loop, MAX_WAKES), waiters_of(loop, MAX_WAKES)
-        for waiter in (*first, *second):
-            waker.join(waiter)
-        waker.flush_turns(STEP_S)
-        again = waiters_of(loop, MAX_WAKES)
-        for waiter in again:
-            waker.join(waiter)
-        waker.flush_turns(2 * STEP_S)
-        assert (len(woken(second)), woken(again)) == (MAX_WAKES, [])
+    waker = begin()
+    join(waker, MAX_TURNS, now_s=STEP_S)
+    second = join(waker, MAX_TURNS, now_s=STEP_S)
+    waker.flush_turns(STEP_S)
+    again = join(waker, MAX_TURNS, now_s=2 * STEP_S)
+    waker.flush_turns(2 * STEP_S)
+    assert (len(given(second)), given(again)) == (MAX_TURNS, [])
+
+
+def test_who_gets_more_while_it_waits_keeps_its_place() -> None:
+    waker = begin()
+    holders = join(waker, 2 * MAX_TURNS, now_s=STEP_S)
+    waker.join(holders[0], STEP_S)
+    waker.flush_turns(STEP_S)
+    assert given(holders) == list(range(MAX_TURNS))
 
 
 @pytest.mark.parametrize("step_s", [STEP_S, 10.0])
 def test_as_many_as_have_a_turn_in_a_step_are_never_left(step_s: float) -> None:
-    with open_loop() as loop:
-        waker = Waker()
-        for step in range(5):
-            waiters = waiters_of(loop, MAX_WAKES)
-            for waiter in waiters:
-                waker.join(waiter)
-            assert waker.flush_turns(step * step_s) == 0
-            assert len(woken(waiters)) == MAX_WAKES
+    waker = Waker()
+    for step in range(5):
+        holders = join(waker, MAX_TURNS, now_s=step * step_s)
+        assert waker.flush_turns(step * step_s) == 0
+        assert len(given(holders)) == MAX_TURNS
 
 
-def test_with_steps_longer_than_the_bound_all_are_woken_in_each() -> None:
-    with open_loop() as loop:
-        waker = Waker()
-        step_s = 1.01 * MAX_HOLD_S
-        waker.flush_turns(0.0)
-        waiters = waiters_of(loop, 5 * MAX_WAKES)
-        for waiter in waiters:
-            waker.join(waiter)
-        assert waker.flush_turns(step_s) == 0
-        assert len(woken(waiters)) == 5 * MAX_WAKES
+def test_with_steps_longer_than_the_bound_all_have_a_turn_in_each() -> None:
+    waker = begin()
+    step_s = 1.01 * MAX_HOLD_S
+    holders = join(waker, 5 * MAX_TURNS, now_s=step_s)
+    assert waker.flush_turns(step_s) == 0
+    assert len(given(holders)) == 5 * MAX_TURNS
 
 
-def test_who_would_wait_too_long_by_the_next_step_is_woken_beyond_the_number() -> None:
-    with open_loop() as loop:
-        waker = Waker()
-        step_s = 0.4 * MAX_HOLD_S
-        waker.flush_turns(0.0)
-        early, late = waiters_of(loop, 5 * MAX_WAKES), waiters_of(loop, 5 * MAX_WAKES)
-        for step, waiters in ((1, early), (2, late)):
-            for waiter in waiters:
-                waker.join(waiter)
-            waker.flush_turns(step * step_s)
-        assert (len(woken(early)), woken(late)) == (2 * MAX_WAKES, [])
-        waker.flush_turns(3 * step_s)
-        assert (len(woken(early)), woken(late)) == (5 * MAX_WAKES, [])
+def test_who_would_wait_too_long_by_the_next_step_has_its_turn_beyond_the_number() -> None:
+    waker = begin()
+    step_s = 0.4 * MAX_HOLD_S
+    early = join(waker, 5 * MAX_TURNS, now_s=step_s)
+    waker.flush_turns(step_s)
+    late = join(waker, 5 * MAX_TURNS, now_s=2 * step_s)
+    waker.flush_turns(2 * step_s)
+    assert (len(given(early)), given(late)) == (2 * MAX_TURNS, [])
+    waker.flush_turns(3 * step_s)
+    assert (len(given(early)), given(late)) == (5 * MAX_TURNS, [])
 
 
-@pytest.mark.parametrize(("number", "step_s", "is_crowded"), [
-    (MAX_WAKES, STEP_S, False), (MAX_WAKES + 1, STEP_S, True), (MAX_WAKES + 1, 1.0, False)
-])  # fmt: skip
-def test_it_is_crowded_while_more_want_a_turn_than_a_short_step_has(
-    number: int, step_s: float, is_crowded: bool
-) -> None:
-    with open_loop() as loop:
-        waker = Waker()
-        waker.flush_turns(0.0)
-        for waiter in waiters_of(loop, number):
-            waker.join(waiter)
-        waker.flush_turns(step_s)
-        assert waker.is_crowded is is_crowded
-        waker.flush()
-        assert not waker.is_crowded
+def test_who_has_not_taken_what_it_was_given_takes_nobodys_turn() -> None:
+    waker = begin()
+    stuck = [Held(waker, reads=False) for _ in range(3)]
+    for holder in stuck:
+        waker.join(holder, STEP_S)
+    holders = join(waker, MAX_TURNS, now_s=STEP_S)
+    assert waker.flush_turns(STEP_S) == 0
+    assert (len(given(stuck)), len(given(holders))) == (3, MAX_TURNS)
 
 
-def _num_woken(waker: Waker, loop: Loop, *, now_s: float, is_late: bool) -> int:
+def _num_turns(waker: Waker, *, now_s: float, is_late: bool) -> int:
     """Of more than have a turn; nobody is left waiting."""
-    waiters = waiters_of(loop, 2 * MAX_WAKES)
-    for waiter in waiters:
-        waker.join(waiter)
+    holders = join(waker, 2 * MAX_TURNS, now_s=now_s)
     waker.flush_turns(now_s, is_late=is_late)
-    number = len(woken(waiters))
+    number = len(given(holders))
     waker.flush()
     return number
 
 
-def test_there_are_fewer_turns_while_the_host_is_late_and_more_again_behind_it() -> None:
-    with open_loop() as loop:
-        waker = Waker()
-        numbers = [
-            _num_woken(waker, loop, now_s=step * STEP_S, is_late=step < 50) for step in range(150)
-        ]
-        assert numbers[0] == 2 * MAX_WAKES  # of no step before it: as long as any may be
-        assert numbers[1:4] == [MAX_WAKES - 8, MAX_WAKES - 12, MAX_WAKES - 16]
-        assert numbers[49] == MIN_WAKES
-        assert numbers[50:53] == [MIN_WAKES + 1, MIN_WAKES + 2, MIN_WAKES + 3]
-        assert numbers[149] == MAX_WAKES
+def test_there_are_fewer_turns_while_the_host_is_late_and_slowly_more_again_behind_it() -> None:
+    waker = begin()
+    numbers = [_num_turns(waker, now_s=n * STEP_S, is_late=n <= 50) for n in range(1, 1000)]
+    assert numbers[:3] == [MAX_TURNS - 4, MAX_TURNS - 8, MAX_TURNS - 12]
+    assert numbers[49] == MIN_TURNS
+    assert numbers[50 + 15] == MIN_TURNS + 1
+    assert numbers[50 + 31] == MIN_TURNS + 2
+    assert numbers[-1] == MAX_TURNS
 
 
-def test_one_late_step_in_five_takes_no_turns_for_good() -> None:
-    with open_loop() as loop:
-        waker = Waker()
-        for step in range(1, 200):
-            number = _num_woken(waker, loop, now_s=step * STEP_S, is_late=step % 5 == 0)
-        assert number >= MAX_WAKES - 4
+@pytest.mark.parametrize(("every", "least", "most"), [
+    (100, MAX_TURNS - 4, MAX_TURNS), (20, MIN_TURNS, MIN_TURNS + 4)
+])  # fmt: skip
+def test_a_late_step_now_and_then_takes_no_turns_for_good(
+    every: int, least: int, most: int
+) -> None:
+    waker = begin()
+    numbers = [_num_turns(waker, now_s=n * STEP_S, is_late=not n % every) for n in range(1, 2000)]
+    assert all(least <= number <= most for number in numbers[-100:])
 
 
 def test_nobody_waits_longer_where_the_host_is_late() -> None:
-    with open_loop() as loop:
-        waker = Waker()
-        for step in range(50):
-            _num_woken(waker, loop, now_s=step * STEP_S, is_late=True)
-        waiters = waiters_of(loop, 5 * MAX_WAKES)
-        for waiter in waiters:
-            waker.join(waiter)
-        first_s = 50 * STEP_S
-        for step in range(4):
-            waker.flush_turns(first_s + step * STEP_S, is_late=True)
-        assert len(woken(waiters)) == 4 * MIN_WAKES
-        waker.flush_turns(first_s + 4 * STEP_S, is_late=True)
-        assert len(woken(waiters)) == 5 * MAX_WAKES
+    waker = begin()
+    for step in range(1, 50):
+        _num_turns(waker, now_s=step * STEP_S, is_late=True)
+    first_s = 50 * STEP_S
+    holders = join(waker, 5 * MAX_TURNS, now_s=first_s)
+    for step in range(4):
+        waker.flush_turns(first_s + step * STEP_S, is_late=True)
+    assert len(given(holders)) == 4 * MIN_TURNS
+    waker.flush_turns(first_s + 4 * STEP_S, is_late=True)
+    assert len(given(holders)) == 5 * MAX_TURNS
 
 
-def test_it_stays_crowded_where_all_are_overdue_together() -> None:
-    with open_loop() as loop:
-        waker = Waker()
-        step_s = 0.9 * MAX_HOLD_S
-        waker.flush_turns(0.0)
-        for waiter in waiters_of(loop, 3 * MAX_WAKES):
-            waker.join(waiter)
-        waker.flush_turns(step_s)
-        assert waker.flush_turns(2 * step_s) == 0
-        assert waker.is_crowded
-        waker.flush_turns(3 * step_s)
-        assert not waker.is_crowded
+def test_who_has_nothing_more_takes_nobodys_turn() -> None:
+    waker = begin()
+    holders = join(waker, MAX_TURNS + 2, now_s=STEP_S)
+    for holder in holders[:2]:  # their ends have come
+        waker.leave(holder)
+    assert waker.flush_turns(STEP_S) == 0
+    assert given(holders) == list(range(2, MAX_TURNS + 2))
 
 
-def test_who_is_due_is_woken_at_once_and_takes_nobodys_turn() -> None:
-    with open_loop() as loop:
-        waker = Waker()
-        waker.flush_turns(0.0)
-        waiters = waiters_of(loop, 2 * MAX_WAKES)
-        for waiter in waiters:
-            waker.join(waiter)
-        waker.wake(waiters[-1])  # its end has come
-        waker.flush_due()
-        assert woken(waiters) == [2 * MAX_WAKES - 1]
-        assert waker.flush_turns(STEP_S) == MAX_WAKES - 1
-        assert woken(waiters) == [*range(MAX_WAKES), 2 * MAX_WAKES - 1]
-
-
-def test_who_has_gone_takes_nobodys_turn() -> None:
-    with open_loop() as loop:
-        waker = Waker()
-        waker.flush_turns(0.0)
-        waiters = waiters_of(loop, MAX_WAKES + 2)
-        for waiter in waiters:
-            waker.join(waiter)
-        for waiter in waiters[:2]:
-            waiter.future.cancel()
-        assert waker.flush_turns(STEP_S) == 0
-
-
-def test_all_are_woken_where_nothing_more_comes() -> None:
-    with open_loop() as loop:
-        waker = Waker()
-        waker.flush_turns(0.0)
-        waiters = waiters_of(loop, 3 * MAX_WAKES)
-        for waiter in waiters:
-            waker.join(waiter)
-        waker.flush()
-        assert (len(woken(waiters)), num_in_turn(waker)) == (3 * MAX_WAKES, 0)
+def test_all_is_handed_over_where_nothing_more_comes() -> None:
+    waker = begin()
+    holders = join(waker, 3 * MAX_TURNS, now_s=STEP_S)
+    waker.flush()
+    assert (len(given(holders)), num_in_turn(waker)) == (3 * MAX_TURNS, 0)
 
 
 @pytest.mark.asyncio
 async def test_who_is_behind_waits_for_its_turn_too_and_for_no_start_or_end() -> None:
-    waker = Waker()
+    waker = begin()
     streams = [build_stream(waker) for _ in range(2)]
     got: list[list[int]] = [[] for _ in streams]
     gate = asyncio.Event()
@@ -258,39 +224,34 @@ async def test_who_is_behind_waits_for_its_turn_too_and_for_no_start_or_end() ->
                 got[place].append(len(event.token_ids))
             await gate.wait()
 
-    async def step(now_s: float) -> int:
-        left = waker.flush_turns(now_s)
+    async def pause() -> None:
         for _ in range(5):
             await asyncio.sleep(0)
-        return left
 
     tasks = [asyncio.create_task(read(place)) for place in range(2)]
+    await pause()
     for stream in streams:
         stream.start()
         stream.put(1, now_s=0.0, text="")
-    await step(0.0)  # each has its start, and is held up by its client
-    waker.is_crowded = True
-    gate.set()
-    await step(STEP_S)
-    assert got == [[1], [1]]  # the first output waits for nobody
-    gate.clear()
+    waker.flush_due()
+    await pause()  # each has its start, and is held up by its client
     for stream in streams:
         stream.put(2, now_s=STEP_S, text="")
-    await step(2 * STEP_S)
+    gate.set()
+    await pause()
+    assert got == [[1], [1]]  # the first output waits for nobody, and what comes then for a turn
+    waker.flush_turns(STEP_S)
+    await pause()
     assert got == [[1, 1], [1, 1]]
     for stream in streams:
         stream.put(3, now_s=2 * STEP_S, text="")
-    waker.is_crowded = True
-    gate.set()
-    await asyncio.sleep(0)
-    assert got == [[1, 1], [1, 1]]  # what is there waits for a turn
     streams[0].put(4, now_s=2 * STEP_S, text="")
     streams[0].finish(FINISHED)
     waker.flush_due()
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await pause()
     assert got == [[1, 1, 2], [1, 1]]
-    assert await step(3 * STEP_S) == 0
+    waker.flush_turns(3 * STEP_S)
+    await pause()
     assert got == [[1, 1, 2], [1, 1, 1]]
     streams[1].finish(FINISHED)
     waker.flush_due()
@@ -315,7 +276,6 @@ async def test_a_turn_is_for_all_choices_that_have_something() -> None:
         for index in range(2):
             stream.put(number, now_s=number * STEP_S, text="", index=index)
         waker.flush_turns(number * STEP_S)
-        waker.is_crowded = True
         for _ in range(5):
             await asyncio.sleep(0)
         assert got == [0, 1] * (number + 1)
@@ -329,7 +289,7 @@ async def test_a_turn_is_for_all_choices_that_have_something() -> None:
 async def test_readers_that_fall_behind_get_all_in_as_many_messages_as_there_are_turns(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waker_module, "MAX_WAKES", 3)
+    monkeypatch.setattr(waker_module, "MAX_TURNS", 3)
     chance = random.Random(seed)
     waker = Waker()
     streams = [build_stream(waker) for _ in range(10)]
@@ -376,16 +336,17 @@ def build_stream(waker: Waker) -> Stream:
     )
 
 
-def test_each_event_loop_has_its_own_and_turns_are_of_all_together() -> None:
+def test_all_waiters_of_an_event_loop_are_woken_with_one_call() -> None:
     with open_loop() as one, open_loop() as other:
         waker = Waker()
-        waker.flush_turns(0.0)
-        pairs = [(waiters_of(one, 1)[0], waiters_of(other, 1)[0]) for _ in range(MAX_WAKES)]
-        for waiter in (waiter for pair in pairs for waiter in pair):
-            waker.join(waiter)
-        waker.flush_turns(STEP_S)
-        for side in zip(*pairs, strict=True):
-            assert woken(list(side)) == list(range(MAX_WAKES // 2))
+        waiters = [Waiter(loop, loop.create_future()) for loop in (one, other) * 3]
+        waiters[0].future.cancel()  # it has gone
+        for waiter in waiters:
+            waker.wake(waiter)
+        waker.flush_due()
+        assert all(waiter.future.done() for waiter in waiters)
+        assert (one.num_calls, other.num_calls) == (1, 1)
+        waker.flush_due()
         assert (one.num_calls, other.num_calls) == (1, 1)
 
 
@@ -394,9 +355,9 @@ class Case:
     """A stream, its reader, and what both should be.
 
     Attributes:
-      put: tokens that were put, and not taken back by nobody.
-      since_s: when there was first something for the waiting reader; None while it has all.
-      looked_s: the first step since then.
+      put: tokens that were put, but for those that nobody will get.
+      num_given: of them, those that wait for no turn.
+      since_s: when the first of the others was put; None where there is none.
       is_due: woken by the next flush of any kind.
     """
 
@@ -404,8 +365,8 @@ class Case:
     events: list[Event]
     reader: asyncio.Task[None]
     put: list[int] = dataclasses.field(default_factory=list)
+    num_given: int = 0
     since_s: float | None = None
-    looked_s: float | None = None
     is_due: bool = False
     has_ended: bool = False
     has_left: bool = False
@@ -422,17 +383,18 @@ class Case:
 
 
 class Deliveries(RuleBasedStateMachine):
-    """Streams whose readers always read on, against a list of who waits since when."""
+    """Streams whose readers always read on, against a list of what waits since when."""
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(waker_module, "MAX_WAKES", 2)
+        self.patch.setattr(waker_module, "MAX_TURNS", 2)
         self.loop = asyncio.new_event_loop()
         self.waker = Waker()
         self.now_s = self.turn_s = 0.0
         self.waker.flush_turns(0.0)
         self.cases: list[Case] = []
+        self.order: list[Case] = []  # who wants a turn, the first one first
 
     def teardown(self) -> None:
         try:
@@ -461,14 +423,14 @@ class Deliveries(RuleBasedStateMachine):
     def pick(self, place: int) -> Case:
         return self.live[place % len(self.live)]
 
-    def check_woken(self, wanted: list[Case]) -> None:
-        """Those have all that was put; all others have what they had."""
+    def check(self) -> None:
+        """Each reader that was woken has what it was given, and all others have what they had."""
         before = {id(case): len(case.events) for case in self.cases}
         self.turn()
         for case in self.cases:
-            if case in wanted:
-                assert case.got == case.put
-                case.since_s, case.looked_s, case.is_due = None, None, False
+            if case.is_due:
+                assert case.got == case.put[: case.num_given]
+                case.is_due = False
             else:
                 assert len(case.events) == before[id(case)]
 
@@ -497,13 +459,22 @@ class Deliveries(RuleBasedStateMachine):
             self.put_one(self.pick(place + number), index)
 
     def put_one(self, case: Case, index: int) -> None:
-        if not case.put:
+        is_first = not case.put
+        if is_first:
             case.stream.start()
-            case.is_due = True
         assert case.stream.put(len(case.put), now_s=self.now_s, text="", index=index)
         case.put.append(len(case.put))
-        if case.since_s is None:
+        if is_first:
+            self.give(case)
+        elif case.since_s is None:
             case.since_s = self.now_s
+            self.order.append(case)
+
+    def give(self, case: Case) -> None:
+        """All that was put waits for no turn, and its reader is woken."""
+        case.num_given, case.since_s, case.is_due = len(case.put), None, True
+        if case in self.order:
+            self.order.remove(case)
 
     @precondition(lambda self: self.live)
     @rule(place=st.integers(0, 9), how=st.sampled_from(["end", "error", "give up", "leave"]))
@@ -523,56 +494,48 @@ class Deliveries(RuleBasedStateMachine):
             case "leave":
                 self.leave(case)
                 return
-        case.has_ended = case.is_due = True
+        self.give(case)
+        case.has_ended = True
 
     def leave(self, case: Case) -> None:
         """The reader goes; the engine hears of it, and ends the request."""
         case.reader.cancel()
         self.turn()
         case.stream.finish(FINISHED)
-        case.has_left, case.since_s, case.looked_s, case.is_due = True, None, None, False
+        self.give(case)
+        case.has_left, case.is_due = True, False
 
     @rule(millis=st.integers(1, 30))
     def step(self, millis: int) -> None:
         self.now_s += 1e-3 * millis
         step_s, self.turn_s = self.now_s - self.turn_s, self.now_s
-        due = [case for case in self.cases if case.is_due]
-        in_turn = [case for case in self.cases if case.since_s is not None and not case.is_due]
-        in_turn.sort(key=lambda case: (case.since_s, self.cases.index(case)))
-        for case in in_turn:
-            case.looked_s = self.now_s if case.looked_s is None else case.looked_s
         left = self.waker.flush_turns(self.now_s)
-        before = {id(case): len(case.events) for case in in_turn}
-        self.turn()
-        served = [case for case in in_turn if len(case.events) > before[id(case)]]
-        assert left == len(in_turn) - len(served)
-        for case in (*due, *served):
-            assert case.got == case.put
-            case.since_s, case.looked_s, case.is_due = None, None, False
-        waiting = [case for case in in_turn if case not in served]
+        served, waiting = self.order[: len(self.order) - left], self.order[len(self.order) - left :]
+        for case in list(served):
+            self.give(case)
+        self.check()
         for case in waiting:
             assert case.since_s is not None
-            assert case.looked_s is not None
-            assert self.now_s + step_s - case.looked_s <= MAX_HOLD_S + 1e-9
-            assert len(served) >= 2
-            assert all(other.since_s is None or other.since_s <= case.since_s for other in served)
+            assert self.now_s + step_s - case.since_s <= MAX_HOLD_S + 1e-9
+        assert not waiting or len(served) >= 2
 
     @rule()
     def flush_due(self) -> None:
         self.waker.flush_due()
-        self.check_woken([case for case in self.cases if case.is_due])
+        self.check()
 
     @rule()
     def flush(self) -> None:
         """Nothing runs any more."""
         self.waker.flush()
-        self.check_woken([case for case in self.cases if case.since_s is not None or case.is_due])
+        for case in list(self.order):
+            self.give(case)
+        self.check()
         assert num_in_turn(self.waker) == 0
 
     @invariant()
-    def nobody_waits_for_a_turn_but_who_reads(self) -> None:
-        waiting = [c for c in self.live if c.since_s is not None and not c.is_due]
-        assert num_in_turn(self.waker) == len(waiting)
+    def who_has_something_held_back_wants_a_turn(self) -> None:
+        assert num_in_turn(self.waker) == len(self.order)
 
 
 def test_nobody_is_forgotten_and_nobody_waits_too_long() -> None:

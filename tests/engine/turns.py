@@ -4,4 +4,4 @@ from jaxserve.engine.waker import Waker
 
 
 def num_in_turn(waker: Waker) -> int:
-    return len(waker._in_turn) + sum(not waiter.is_due for waiter in waker._new)
+    return len(waker._in_turn)
