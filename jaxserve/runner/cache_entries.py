@@ -57,7 +57,8 @@ class CacheEntries(CacheInterface):
         """Keeps the value, over a broken one too; gives up where it cannot be written."""
         if not self._can_write:
             return
-        temporary = self._path / f".{key}.{os.getpid()}{_TEMPORARY}"
+        writer = f"{os.getpid()}.{threading.get_ident()}"  # a process may have several runners
+        temporary = self._path / f".{key}.{writer}{_TEMPORARY}"
         try:
             temporary.write_bytes(value + _digest(key, value))
             temporary.replace(self._path / f"{key}{SUFFIX}")

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,25 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_left(
     (line,) = warnings_of(caplog)
     assert "cannot be kept" in line
     assert "No such file" in line
+
+
+def test_two_writers_of_a_process_that_meet_at_one_key_both_keep_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, have_written = Path.write_bytes, threading.Barrier(2)
+
+    def write_and_wait(path: Path, content: bytes) -> int:
+        count = write(path, content)
+        have_written.wait(timeout=60)
+        return count
+
+    monkeypatch.setattr(Path, "write_bytes", write_and_wait)
+    with ThreadPoolExecutor(2) as pool:  # as of two runners that start together
+        for writer in [pool.submit(CacheEntries(tmp_path).put, "a", VALUE) for _ in range(2)]:
+            writer.result()
+    assert warnings_of(caplog) == []
+    assert [path.name for path in tmp_path.iterdir()] == [f"a{SUFFIX}"]
+    assert CacheEntries(tmp_path).get("a") == VALUE
 
 
 def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path: Path) -> None:
