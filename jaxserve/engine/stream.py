@@ -169,11 +169,17 @@ class Stream:
             self._waker.join(self, now_s)
         else:
             self._has_output = True
-            self.hand_over()
+            self.hand_over(merges=True)
         return True
 
-    def hand_over(self) -> bool:
-        """Gives the reader all that was put; True where it had taken all that came before."""
+    def hand_over(self, *, merges: bool) -> bool:
+        """Gives the reader what is held back; True where it had taken all that came before.
+
+        Args:
+          merges: also where it has not; else nothing is given then.
+        """
+        if self._ready and not merges:
+            return False
         with self._lock:
             had_all = not self._ready
             self._give_held()

@@ -23,9 +23,13 @@ class Waiter(NamedTuple):
 class Holder(Protocol):
     """Who holds output back until its turn: a stream."""
 
-    def hand_over(self) -> bool:
+    def hand_over(self, *, merges: bool) -> bool:
         """Gives its reader what is held back, and leaves; True where the reader had taken all that
-        was given before."""
+        was given before.
+
+        Args:
+          merges: also where it has not: else nothing is given then, and it stays.
+        """
         ...
 
 
@@ -65,7 +69,7 @@ class Waker:
     def flush(self) -> None:
         """Has all handed over: nothing more comes for now."""
         for holder in list(self._in_turn):
-            holder.hand_over()
+            holder.hand_over(merges=True)
         self.flush_due()
 
     def flush_turns(self, now_s: float, *, is_late: bool = False) -> int:
@@ -82,9 +86,10 @@ class Waker:
         overdue_s = now_s + step_s - MAX_HOLD_S  # since before then: too long by the next step
         num_turns = 0
         for holder, since_s in list(self._in_turn.items()):
-            if num_turns >= int(self._num_turns) and since_s >= overdue_s:
+            is_overdue = since_s < overdue_s
+            if num_turns >= int(self._num_turns) and not is_overdue:
                 break
-            num_turns += holder.hand_over()
+            num_turns += holder.hand_over(merges=is_overdue)
         self.flush_due()
         return len(self._in_turn)
 

@@ -61,7 +61,9 @@ class Held:
         self._waker = waker
         self._reads = reads
 
-    def hand_over(self) -> bool:
+    def hand_over(self, *, merges: bool) -> bool:
+        if not (self._reads or merges):
+            return False
         self.is_given = True
         self._waker.leave(self)
         return self._reads
@@ -148,8 +150,12 @@ def test_who_has_not_taken_what_it_was_given_takes_nobodys_turn() -> None:
     for holder in stuck:
         waker.join(holder, STEP_S)
     holders = join(waker, MAX_TURNS, now_s=STEP_S)
-    assert waker.flush_turns(STEP_S) == 0
-    assert (len(given(stuck)), len(given(holders))) == (3, MAX_TURNS)
+    assert waker.flush_turns(STEP_S) == 3
+    assert (given(stuck), len(given(holders))) == ([], MAX_TURNS)
+    for step in range(2, 4):
+        assert waker.flush_turns(step * STEP_S) == 3
+    assert waker.flush_turns(5 * STEP_S) == 0  # it would have to wait too long
+    assert len(given(stuck)) == 3
 
 
 def _num_turns(waker: Waker, *, now_s: float, is_late: bool) -> int:
@@ -509,15 +515,23 @@ class Deliveries(RuleBasedStateMachine):
     def step(self, millis: int) -> None:
         self.now_s += 1e-3 * millis
         step_s, self.turn_s = self.now_s - self.turn_s, self.now_s
+        order, has_read = list(self.order), [not case.is_due for case in self.order]
         left = self.waker.flush_turns(self.now_s)
-        served, waiting = self.order[: len(self.order) - left], self.order[len(self.order) - left :]
-        for case in list(served):
-            self.give(case)
-        self.check()
-        for case in waiting:
+        held = [len(case.put) - case.num_given for case in order]
+        self.turn()
+        served = [case for case in order if case.got == case.put]
+        assert left == len(order) - len(served)
+        for place, case in enumerate(order):
+            if case in served:
+                self.give(case)
+                continue
+            assert len(case.got) == len(case.put) - held[place]
             assert case.since_s is not None
             assert self.now_s + step_s - case.since_s <= MAX_HOLD_S + 1e-9
-        assert not waiting or len(served) >= 2
+            if has_read[place]:  # it waits for those that came before it
+                assert len(served) >= 2
+                assert not set(order[place:]) & set(served)
+        self.check()
 
     @rule()
     def flush_due(self) -> None:
