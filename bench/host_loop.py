@@ -40,6 +40,7 @@ from typing import Any, Final
 
 import flax.traverse_util
 import numpy as np
+import uvloop
 from starlette.types import Message
 
 from bench.simulated_device import SimulatedDevice, SimulatedPrograms
@@ -286,7 +287,7 @@ def run_case(case: Case, header: ModelHeader, options: argparse.Namespace) -> Ac
             if profiler is not None:
                 await on_engine(engine, profiler.disable)
 
-        asyncio.run(readers.run(measure))
+        asyncio.run(readers.run(measure), loop_factory=uvloop.new_event_loop)
         if profiler is not None:
             profiler.dump_stats(options.profile)
     finally:

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+import uvloop
+
 from jaxserve.config import Config
 from jaxserve.engine import Engine, EngineState
 from jaxserve.errors import ConfigError
@@ -51,7 +53,7 @@ def serve(
         return await Service(load_engine, config, metrics, read_config=read_config).run()
 
     try:
-        return asyncio.run(run())
+        return asyncio.run(run(), loop_factory=uvloop.new_event_loop)
     finally:
         for number in SIGNALS:  # the exit code is decided: one that comes now changes nothing
             signal.signal(number, signal.SIG_IGN)
