@@ -150,16 +150,20 @@ class StepBuilder:
         sequence.num_computed = end
         sequence.num_in_flight += samples
 
-    def add_token(self, sequence: Sequence, start: int) -> None:
+    def add_token(self, sequence: Sequence, start: int, new_pages: tuple[int, ...]) -> None:
         """Plans the next token of a sequence that decodes and moves it on: what `add` does, where
-        nothing else is to be thought of. Nine in ten calls are this one.
+        nothing else is to be thought of. Nearly all calls are this one.
 
         Args:
-          start: its tokens that are computed; there is a place for one more in its pages.
+          start: its tokens that are computed.
+          new_pages: put behind its last; empty where there is a place for one more in those it has.
         """
         request, row = sequence.request, sequence.row
         assert row is not None
         num_in_flight = sequence.num_in_flight
+        num_pages_before = len(sequence.pages)
+        if new_pages:
+            sequence.pages += new_pages
         self._singles.append(
             Chunk(
                 sequence.id,
@@ -170,8 +174,8 @@ class StepBuilder:
                 True,
                 len(sequence.output) + num_in_flight,
                 len(request.prompt),
-                (),
-                0,
+                new_pages,
+                num_pages_before,
                 (),
                 request.is_masked,
                 request.sampling.logprobs,
