@@ -11,9 +11,9 @@ from typing import Final
 MIN_OBJECTS: Final = 10_000
 OBJECTS_PER_ROW: Final = 10
 OLDER: Final = (10, 5)  # looks of a younger generation for one of the next
-# With Python's 5 ms the engine's thread, back from the device, waits as long for a reader of its
-# streams, several times a step (bench/host_loop.py).
-SWITCH_S: Final = 0.0002
+# With Python's 5 ms the engine's thread, back from the device, waits as long for whoever holds the
+# interpreter; with 0.2 ms changing threads takes more than waiting (bench/host_loop.py).
+SWITCH_S: Final = 0.002
 
 
 def tune_interpreter(max_seqs: int) -> None:

@@ -165,26 +165,18 @@ class Stream:
             held.texts.append(text)
         if self._total is not None:
             self._total.note(num_bytes)
-        if self._has_output:
+        if self._has_output and not self._ready:
             self._waker.join(self, now_s)
-        else:
+        else:  # its first, or one that goes with what is there and not taken yet
             self._has_output = True
-            self.hand_over(merges=True)
+            self.hand_over()
         return True
 
-    def hand_over(self, *, merges: bool) -> bool:
-        """Gives the reader what is held back; True where it had taken all that came before.
-
-        Args:
-          merges: also where it has not; else nothing is given then.
-        """
-        if self._ready and not merges:
-            return False
+    def hand_over(self) -> None:
+        """Gives the reader what is held back."""
         with self._lock:
-            had_all = not self._ready
             self._give_held()
             self._wake()
-        return had_all
 
     def finish_choice(self, end: ChoiceFinished, *, last_text: str = "") -> None:
         """Adds the end of a choice that is not the last; `last_text` was held back before it."""

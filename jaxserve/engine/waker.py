@@ -23,13 +23,8 @@ class Waiter(NamedTuple):
 class Holder(Protocol):
     """Who holds output back until its turn: a stream."""
 
-    def hand_over(self, *, merges: bool) -> bool:
-        """Gives its reader what is held back, and leaves; True where the reader had taken all that
-        was given before.
-
-        Args:
-          merges: also where it has not: else nothing is given then, and it stays.
-        """
+    def hand_over(self) -> None:
+        """Gives its reader what is held back, and leaves."""
         ...
 
 
@@ -69,7 +64,7 @@ class Waker:
     def flush(self) -> None:
         """Has all handed over: nothing more comes for now."""
         for holder in list(self._in_turn):
-            holder.hand_over(merges=True)
+            holder.hand_over()
         self.flush_due()
 
     def flush_turns(self, now_s: float, *, is_late: bool = False) -> int:
@@ -84,12 +79,10 @@ class Waker:
         num_wanted = self._num_turns + (-4 if is_late else 1 / 16)
         self._num_turns = min(max(num_wanted, MIN_TURNS), MAX_TURNS)
         overdue_s = now_s + step_s - MAX_HOLD_S  # since before then: too long by the next step
-        num_turns = 0
-        for holder, since_s in list(self._in_turn.items()):
-            is_overdue = since_s < overdue_s
-            if num_turns >= int(self._num_turns) and not is_overdue:
+        for place, (holder, since_s) in enumerate(list(self._in_turn.items())):
+            if place >= int(self._num_turns) and since_s >= overdue_s:
                 break
-            num_turns += holder.hand_over(merges=is_overdue)
+            holder.hand_over()
         self.flush_due()
         return len(self._in_turn)
 

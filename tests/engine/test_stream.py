@@ -120,7 +120,7 @@ def test_the_reader_decodes_and_gets_what_was_held_back_at_the_end() -> None:
     assert next(events) == STARTED
     assert next(events) == Delta(index=0, text="", token_ids=ids("o"))
     stream.put(ord("k"), now_s=0.0)
-    stream.hand_over(merges=False)
+    stream.hand_over()
     assert next(events) == Delta(index=0, text="o", token_ids=ids("k"))
     stream.put(ord("$"), now_s=0.0, text="")  # an end token: charged, not shown
     stream.finish(FINISHED)
@@ -164,7 +164,6 @@ def test_unread_output_is_bounded_in_bytes_and_reading_makes_room() -> None:
     assert not stream.put(3, now_s=0.0, text="")
     assert stream.num_unread_bytes == 2 * TOKEN_BYTES + 3
     stream.start()
-    stream.hand_over(merges=True)
     events = iter(stream)
     assert [next(events), next(events)] == [STARTED, Delta(index=0, text="éa", token_ids=(1, 2))]
     assert stream.put(3, now_s=0.0, text="")
@@ -176,18 +175,14 @@ def test_what_is_held_back_is_not_there_to_read_until_it_is_handed_over() -> Non
     for letter in "abc":
         assert stream.put(ord(letter), now_s=0.0, text=letter)
     events = iter(stream)
-    assert [next(events), next(events)] == [STARTED, Delta(index=0, text="a", token_ids=ids("a"))]
+    assert next(events) == STARTED
+    assert next(events) == Delta(index=0, text="abc", token_ids=ids("abc"))
+    stream.put(ord("d"), now_s=0.0, text="d")
+    stream.hand_over()
+    stream.put(ord("e"), now_s=0.0, text="e")  # goes with what is there and not taken yet
+    assert next(events) == Delta(index=0, text="de", token_ids=ids("de"))
+    stream.put(ord("f"), now_s=0.0, text="f")
     assert not stream._is_ready()
-    assert stream.hand_over(merges=False)
-    assert stream.put(ord("d"), now_s=0.0, text="d")
-    assert not stream.hand_over(merges=True)  # it has not taken what is there
-    assert stream.put(ord("e"), now_s=0.0, text="e")
-    assert not stream.hand_over(merges=False)
-    assert next(events) == Delta(index=0, text="bcd", token_ids=ids("bcd"))
-    assert not stream._is_ready()
-    assert stream.hand_over(merges=False)
-    assert next(events) == Delta(index=0, text="e", token_ids=ids("e"))
-    assert stream.put(ord("f"), now_s=0.0, text="f")
     stream.finish(FINISHED)  # an end waits for nobody, nor does what is before it
     assert list(events) == [Delta(index=0, text="f", token_ids=ids("f")), FINISHED]
 
@@ -381,10 +376,10 @@ def test_each_choice_has_its_deltas_and_then_its_end_and_the_last_end_is_the_req
     assert list(stream) == [
         STARTED,
         Delta(index=0, text="ab", token_ids=ids("ab")),
-        Delta(index=1, text="sto", token_ids=(1,)),
-        ended(1, "p"),
         Delta(index=2, text="xy", token_ids=ids("xy")),
         ended(2),
+        Delta(index=1, text="sto", token_ids=(1,)),
+        ended(1, "p"),
         FINISHED,
     ]
 
@@ -438,7 +433,7 @@ def test_logprobs_stay_beside_their_tokens_however_deltas_merge(seed: int) -> No
         stream.put(token_id, now_s=0.0, text=text, index=index, logprobs=logprobs)
         put[index].append(token_id)
         if random.random() < 0.4:
-            stream.hand_over(merges=random.random() < 0.5)
+            stream.hand_over()
         while stream._ready and random.random() < 0.4:
             delta = next(events)
             assert isinstance(delta, Delta)
