@@ -134,7 +134,7 @@ class Metrics:
         )
         self.put_off_streams = self._counter(
             "put_off_streams",
-            "Streams with output for a waiting reader that a step left to the next; of each step.",
+            "Streams with output held back that a step left to the next; of each step.",
         )
 
     def _make_tenants(self) -> None:
