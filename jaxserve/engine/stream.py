@@ -32,10 +32,11 @@ class Stream:
     `Finished` stands for the last choice's end and the request's. The choices' events come in any
     order among each other.
 
-    The writing side never waits. It holds tokens back until the waker gives it a turn; what is
-    unread of a choice is merged into one pending delta, and all is bounded in bytes. The reading
-    side ends with `Finished`, or raises the request's error, once. A reader that leaves early
-    (break, close, an exception, a cancelled task) cancels the request.
+    The writing side never waits. It holds tokens back until the waker gives the stream a turn, but
+    its first, and what goes with others that the reader has not taken yet. What is unread of a
+    choice is merged into one pending delta, and all is bounded in bytes. The reading side ends with
+    `Finished`, or raises the request's error, once. A reader that leaves early (break, close, an
+    exception, a cancelled task) cancels the request.
 
     Attributes:
       request_id: as asked, or as made by the engine.
@@ -79,7 +80,8 @@ class Stream:
         self._total = total
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        # shared, under _lock
+        # Shared, under _lock. `put` reads _ready and _num_bytes without it: the engine thread alone
+        # adds to them, so it may see more than there is, which hands over early, or refuses early.
         self._started = False
         self._cached_prompt_tokens = 0
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -94,7 +96,7 @@ class Stream:
         self._waiter: Waiter | None = None
         self._has_sleeper = False  # a thread, which waits for _changed
         # the engine thread's own
-        self._held = [Unread() for _ in self._decoders]  # until this stream has its turn
+        self._held: dict[int, Unread] = {}  # by choice, until this stream has its turn
         self._num_held_bytes = 0
         self._has_output = False  # some has been put
         # the reader's own
@@ -152,7 +154,9 @@ class Stream:
             num_bytes += logprobs_bytes((logprobs,))
         if self._num_bytes + self._num_held_bytes + num_bytes > self._max_bytes:
             return False
-        held = self._held[index]
+        held = self._held.get(index)
+        if held is None:
+            held = self._held[index] = Unread()
         self._num_held_bytes += num_bytes
         held.num_bytes += num_bytes
         held.token_ids.append(token_id)
@@ -165,9 +169,10 @@ class Stream:
             held.texts.append(text)
         if self._total is not None:
             self._total.note(num_bytes)
-        if self._has_output and not self._ready:
+        is_half_full = 2 * self._num_held_bytes > self._max_bytes  # the reader must be able to read
+        if self._has_output and not self._ready and not is_half_full:
             self._waker.join(self, now_s)
-        else:  # its first, or one that goes with what is there and not taken yet
+        else:
             self._has_output = True
             self.hand_over()
         return True
@@ -208,7 +213,7 @@ class Stream:
         """
         with self._lock:
             self._unread = [Unread() for _ in self._decoders]
-            self._held = [Unread() for _ in self._decoders]
+            self._held.clear()
             self._ready.clear()
             self._prompt_logprobs = ()
             self._num_bytes = self._num_held_bytes = self._num_start_bytes = 0
@@ -228,15 +233,13 @@ class Stream:
     def _give_held(self) -> None:
         """Adds what was held back to what is unread: no turn is needed for it any more."""
         self._waker.leave(self)
-        for index, held in enumerate(self._held):
-            if not held.token_ids:
-                continue
-            self._held[index] = Unread()
+        for index, held in self._held.items():
             if index in self._ready:
                 self._unread[index].add(held)
             else:
                 self._unread[index] = held
                 self._ready[index] = None
+        self._held.clear()
         self._num_bytes += self._num_held_bytes
         self._num_held_bytes = 0
 

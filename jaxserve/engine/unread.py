@@ -19,7 +19,7 @@ def logprobs_bytes(logprobs: Sequence[TokenLogprobs]) -> int:
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Unread:
-    """What one choice has for its reader. Guarded by the stream's lock.
+    """What one choice has for its reader. Guarded by the stream's lock, once it is handed over.
 
     Attributes:
       token_ids, logprobs, ready_s: in step; no logprobs where none are asked for.

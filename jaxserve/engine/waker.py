@@ -20,7 +20,7 @@ class Waiter(NamedTuple):
     future: asyncio.Future[None]
 
 
-class Holder(Protocol):
+class HoldsBack(Protocol):
     """Who holds output back until its turn: a stream."""
 
     def hand_over(self) -> None:
@@ -34,8 +34,9 @@ class Waker:
     which costs more than all else that a token costs here. The engine thread alone uses it, and
     flushes before it waits for anything.
 
-    A start, a first token and an end wait for nobody. For what comes between there are turns, first
-    come, first served; what comes meanwhile makes one message with it. There are fewer turns after
+    A start, a stream's first token and an end wait for nobody, nor does what goes with output that
+    is not taken yet. For the rest there are turns, first come, first served; what comes meanwhile
+    makes one message with it. There are fewer turns after
     a step in which the host was late, and slowly more again: so readers have what the engine's
     thread leaves, and find more in each message. Nothing is held back longer than `MAX_HOLD_S`, as
     far as can be told: the next step is taken to be as long as the last one. So with slow steps
@@ -45,7 +46,7 @@ class Waker:
 
     def __init__(self) -> None:
         self._due: list[Waiter] = []
-        self._in_turn: dict[Holder, float] = {}  # since when, in that order
+        self._in_turn: dict[HoldsBack, float] = {}  # since when, in that order
         self._turn_s = -math.inf
         self._num_turns = float(MAX_TURNS)  # of a step
 
@@ -53,11 +54,11 @@ class Waker:
         """Has a task woken by the next flush of any kind."""
         self._due.append(waiter)
 
-    def join(self, holder: Holder, now_s: float) -> None:
+    def join(self, holder: HoldsBack, now_s: float) -> None:
         """Gives a turn to who holds something back since now, or since earlier."""
         self._in_turn.setdefault(holder, now_s)
 
-    def leave(self, holder: Holder) -> None:
+    def leave(self, holder: HoldsBack) -> None:
         """Nothing is held back any more."""
         self._in_turn.pop(holder, None)
 

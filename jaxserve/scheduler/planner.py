@@ -221,16 +221,16 @@ class Planner:
             return False
         if start < sequence.num_lost or request.sampling.prompt_logprobs is not None:
             return False
-        room = len(sequence.pages) * self._pool.page_size - start
-        if room < 1 and (step.pages_are_short or not self._pool.num_free):
+        lacks_page = start == len(sequence.pages) * self._pool.page_size
+        if lacks_page and (step.pages_are_short or not self._pool.num_free):
             return False
-        new_pages = () if room > 0 else self._grow(1)
+        new_pages = self._grow(1) if lacks_page else ()
         if step.num_decoding:
             step.num_decoding -= 1
         if self._shares is not None:
             self._shares.count_token(request.tenant)
         step.add_token(sequence, start, new_pages)
-        step.num_promised += room == 1
+        step.num_promised += start + 1 == len(sequence.pages) * self._pool.page_size
         return True
 
     def _pay(self, sequence: Sequence, step: StepBuilder) -> None:

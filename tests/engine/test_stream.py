@@ -187,6 +187,19 @@ def test_what_is_held_back_is_not_there_to_read_until_it_is_handed_over() -> Non
     assert list(events) == [Delta(index=0, text="f", token_ids=ids("f")), FINISHED]
 
 
+def test_what_fills_half_the_room_waits_for_no_turn() -> None:
+    stream = Source(max_bytes=4 * TOKEN_BYTES).stream
+    stream.start()
+    stream.put(0, now_s=0.0, text="")
+    events = iter(stream)
+    assert [next(events), next(events)] == [STARTED, Delta(index=0, text="", token_ids=(0,))]
+    for token_id in (1, 2):
+        stream.put(token_id, now_s=0.0, text="")
+        assert not stream._is_ready()
+    stream.put(3, now_s=0.0, text="")
+    assert next(events) == Delta(index=0, text="", token_ids=(1, 2, 3))
+
+
 def test_ending_twice_is_a_fault_of_ours() -> None:
     stream = Source().stream
     stream.finish(FINISHED)

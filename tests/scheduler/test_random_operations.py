@@ -8,13 +8,16 @@ operations are in the error's notes: `play_round(seed)` repeats it.
 import collections
 import random
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, override
 
 import pytest
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.identity import CacheIdentity
 from jaxserve.request import FinishReason, SamplingParams, Sequence, SequenceState
+from jaxserve.scheduler.planner import Planner
+from jaxserve.scheduler.starts import Starts
+from jaxserve.scheduler.step_builder import StepBuilder
 from tests.scheduler.loop import IDENTITY, Loop
 
 NUM_SHARDS = 8
@@ -209,3 +212,39 @@ def test_random_operations_lose_no_page_and_change_no_output(shard: int) -> None
         ran["ends"] += len(loop.ends)
         assert loop.metrics.value("useful_rows_total") <= loop.metrics.value("offered_rows_total")
     assert len(+ran) == 19, f"something never happened, the test is weak: {ran}"
+
+
+class SmallPages(Round):
+    """With tables that grow at nearly each token, and as many tokens in the pool as ever."""
+
+    @override
+    def draw_options(self) -> dict[str, object]:
+        options = super().draw_options()
+        page_size = self.rng.choice((1, 2, 4))
+        return options | {"page_size": page_size, "num_pages": 1 + 48 // page_size}
+
+
+def play_noting(seed: int, patch: pytest.MonkeyPatch) -> tuple[Loop, list[int]]:
+    """Returns the round's loop, and what each step left promised for who starts behind it."""
+    promised: list[int] = []
+    start_all = Starts.start_all
+
+    def note(starts: Starts, step: StepBuilder, now_s: float) -> None:
+        promised.append(step.num_promised)
+        start_all(starts, step, now_s)
+
+    patch.setattr(Starts, "start_all", note)
+    return play_round(seed, kind=SmallPages).loop, promised
+
+
+def test_the_short_way_to_plan_a_token_plans_what_the_long_one_does() -> None:
+    num_grown = 0
+    for seed in range(40):
+        with pytest.MonkeyPatch.context() as patch:
+            short, promised = play_noting(seed, patch)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Planner, "_pay_token", lambda self, sequence, step: False)
+            long, as_promised = play_noting(seed, patch)
+        assert (long.plans, as_promised) == (short.plans, promised), f"seed {seed}"
+        num_grown += int(short.metrics.value("kv_grown_pages_total"))
+    assert num_grown > 1000
