@@ -301,22 +301,28 @@ def _num_bytes(manifest: Manifest, path: str) -> int:
 def quiet_orbax() -> Iterator[None]:
     """Keeps the library's log to itself: what goes wrong is raised, and said once.
 
-    After a failed write, those that were under way report to an event loop that is gone; Python
-    would print each. They come from the library's threads, at any time, so that from the first
-    failure on the process goes on to drop them.
+    After a failed write, those that were under way report to an event loop that is gone, or fail
+    too with nobody to ask them; Python would print each. They come from the library's threads, at
+    any time, so that from the first failure on the process goes on to drop them.
     """
     log, hook = logging.getLogger("absl"), sys.unraisablehook
-    level = log.level
+    tasks_log, level = logging.getLogger("asyncio"), log.level
 
     def drop_late(unraisable: "sys.UnraisableHookArgs") -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
             hook(unraisable)
 
+    def is_not_its(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return not (text.startswith("Task exception was never retrieved") and "/orbax/" in text)
+
     log.setLevel(logging.CRITICAL + 1)
     sys.unraisablehook = drop_late
+    tasks_log.addFilter(is_not_its)
     try:
         yield
         sys.unraisablehook = hook
+        tasks_log.removeFilter(is_not_its)
     finally:
         log.setLevel(level)
 

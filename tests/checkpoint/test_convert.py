@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -269,3 +270,26 @@ def test_a_signed_manifest_must_still_make_sense(
     path.write_text(json.dumps(manifests.sign(fields)))
     with pytest.raises(CheckpointError, match=message):
         find_model(str(tmp_path / "b")).load_header()
+
+
+def test_what_the_librarys_tasks_say_behind_a_failed_write_is_dropped_and_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("asyncio")
+    monkeypatch.setattr(log, "filters", [])  # a failed write before this one leaves its own
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    theirs = "Task exception was never retrieved\nfuture: <Task coro=<f() at x/orbax/y.py:1>>"
+    ours = "Task exception was never retrieved\nfuture: <Task coro=<f() at jaxserve/y.py:1>>"
+
+    def said() -> list[str]:
+        caplog.clear()
+        log.error(theirs)
+        log.error(ours)
+        return [record.getMessage() for record in caplog.records]
+
+    with orbax.quiet_orbax():
+        assert said() == [ours]
+    assert said() == [theirs, ours]
+    with pytest.raises(OSError, match="full"), orbax.quiet_orbax():
+        raise OSError("full")
+    assert said() == [ours]
