@@ -190,6 +190,7 @@ class Sequence:
     Attributes:
       id: unique in the engine's life.
       output: committed token ids.
+      output_s: when each of them was on the host; monotonic seconds.
       num_computed: leading tokens whose K/V is written by steps already launched.
       num_in_flight: tokens sampled by launched steps whose results are not committed yet
         (placeholders: their values exist only on the device).
@@ -205,6 +206,7 @@ class Sequence:
     choice: int = 0
     state: SequenceState = SequenceState.WAITING
     output: list[int] = dataclasses.field(default_factory=list)
+    output_s: list[float] = dataclasses.field(default_factory=list)
     num_computed: int = 0
     num_in_flight: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -254,6 +256,8 @@ class Request:
         foreseen, monotonic seconds; None is none.
       max_tokens: 0 where only the prompt is scored.
       is_masked: its tokens are drawn under a mask (a grammar, bad words, allowed ids).
+      is_followed: of its tokens but the first and the last there is no `Update`: who wants them
+        reads its only sequence's `output`.
       tenant: as in `GenerationRequest`.
       num_scored: leading prompt tokens after which the next one was scored, and that is committed.
       cache_identity: what its K/V may be shared under; None neither reads nor fills the cache.
@@ -272,6 +276,7 @@ class Request:
     deadline_s: float | None = None
     queue_deadline_s: float | None = None
     is_masked: bool = False
+    is_followed: bool = False
     tenant: str = ""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     num_scored: int = 0

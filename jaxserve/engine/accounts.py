@@ -1,7 +1,9 @@
 """What is counted, logged and traced of each request: at its start, its tokens, its end."""
 
+import itertools
 import logging
 
+from jaxserve.engine.live_choice import LiveChoice
 from jaxserve.engine.live_request import LiveRequest, Outcome, outcome_label
 from jaxserve.engine.trace_ring import RequestTrace, TraceRing
 from jaxserve.metrics import Metrics
@@ -33,28 +35,30 @@ class Accounts:
         live.scheduled_s = now_s
         self._metrics.queue_seconds.observe(now_s - live.request.arrival_s)
 
-    def add_token(
-        self, live: LiveRequest, *, is_first: bool, before_s: float | None, now_s: float
-    ) -> None:
-        """A token was put into its stream. It is counted by `flush_tokens`, many at once.
+    def add_first_token(self, live: LiveRequest, now_s: float) -> None:
+        """A request's first token was put into its stream."""
+        self._metrics.ttft_seconds.observe(now_s - live.request.arrival_s)
+        self.add_prompt(live, now_s)
 
-        Args:
-          is_first: of the request.
-          before_s: when the choice's token before it was; None for its first.
-        """
+    def add_token(self) -> None:
+        """A token was put into its stream, or will be by then; counted by `flush_tokens`. The
+        scheduler counts those that the engine is not told of."""
         self._num_tokens += 1
-        if before_s is not None:
+
+    def add_gaps(self, choice: LiveChoice, number: int) -> None:
+        """The last so many tokens of a choice were put into its stream: the gaps before them are
+        counted by `flush_tokens`."""
+        gaps, last = self._gaps, choice.num_output
+        for before_s, now_s in itertools.pairwise(
+            choice.output_s[max(last - number - 1, 0) : last]
+        ):
             gap_s = now_s - before_s
-            self._gaps[gap_s] = self._gaps.get(gap_s, 0) + 1
-        elif is_first:
-            self._metrics.ttft_seconds.observe(now_s - live.request.arrival_s)
-            self.add_prompt(live, now_s)
+            gaps[gap_s] = gaps.get(gap_s, 0) + 1
 
     def flush_tokens(self) -> None:
         """Counts the tokens since the last call."""
-        if not self._num_tokens:
-            return
-        self._metrics.output_tokens.inc(self._num_tokens)
+        if self._num_tokens:
+            self._metrics.output_tokens.inc(self._num_tokens)
         for gap_s, count in self._gaps.items():
             self._metrics.itl_seconds.observe_many(gap_s, count)
         self._num_tokens, self._gaps = 0, {}

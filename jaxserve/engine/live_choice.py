@@ -1,7 +1,7 @@
 """One choice of a request while it is in the engine: its text, its stops, its mask, its end."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from jaxserve.engine.stream import Decoder
@@ -63,7 +63,9 @@ class LiveChoice:
     Attributes:
       stops: makes the text here; None leaves that to the reader.
       constraint: what may be drawn next; None is everything. It has seen each delivered token once.
-      num_output: tokens delivered.
+      output, output_s: the tokens, and when each was on the host; its sequence's own lists, the
+        last of which the stream may not have yet.
+      num_output: tokens in the stream.
       has_ended: its end is in the stream.
       reason: of that end; None before, and after an error.
     """
@@ -72,11 +74,16 @@ class LiveChoice:
     index: int
     stops: StopText | None
     constraint: Constraint | None
+    output: Sequence[int] = ()
+    output_s: Sequence[float] = ()
     num_output: int = 0
-    last_token_s: float | None = None
-    last_token_id: int | None = None
     has_ended: bool = False
     reason: FinishReason | None = None
+
+    @property
+    def last_token_s(self) -> float | None:
+        """When the last token in the stream was on the host; None before the first."""
+        return self.output_s[self.num_output - 1] if self.num_output else None
 
     def match(self, stops: StopText, token_id: int) -> bool:
         """Searches the next token's text; True where a stop string ends the choice with it."""
@@ -102,7 +109,7 @@ class LiveChoice:
             return None
         if self.stops is not None and self.stops.matched is not None:
             return self.stops.matched
-        return self.last_token_id
+        return self.output[self.num_output - 1]
 
     def flush(self) -> str:
         """Returns the text that was held back."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from jaxserve.engine.events import ChoiceFinished, ExecutionInfo, Finished, Timings, Usage
 from jaxserve.engine.live_choice import LiveChoice, StopText
@@ -19,6 +20,8 @@ from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.stops import StopMatcher
 from jaxserve.text.tokenizer import Tokenizer
 
+# With less room for what is unread, what waits for a turn could be too much.
+MIN_FOLLOWED_BYTES: Final = 16 << 10
 Outcome = FinishReason | JaxserveError  # how a request ended
 
 
@@ -44,7 +47,6 @@ class LiveRequest:
     is_queued: bool = True
     scheduled_s: float | None = None
     first_token_s: float | None = None
-    last_token_s: float | None = None
     prefill_chunks: int = 0
     prefill_bucket_tokens: int = 0
     num_prefill_tokens: int = 0
@@ -54,13 +56,19 @@ class LiveRequest:
 
     @property
     def num_output(self) -> int:
-        """Tokens delivered, of all choices."""
+        """Tokens in the stream, of all choices."""
         return sum(choice.num_output for choice in self.choices)
 
     @property
     def longest_output(self) -> int:
-        """Tokens delivered of the choice with the most."""
+        """Tokens in the stream of the choice with the most."""
         return max(choice.num_output for choice in self.choices)
+
+    @property
+    def last_token_s(self) -> float | None:
+        """When the last token of all choices was on the host; None before the first."""
+        last_s = (choice.last_token_s for choice in self.choices)
+        return max((s for s in last_s if s is not None), default=None)
 
     @property
     def waits_for_prompt(self) -> bool:
@@ -79,21 +87,22 @@ class LiveRequest:
         """Hands a choice's token to the reader; False where the reader is too slow."""
         token_id = update.token_id
         assert token_id is not None
-        is_taken = self.stream.put(
-            token_id,
-            text=choice.text_of(update.finish),
-            now_s=now_s,
-            index=choice.index,
-            logprobs=update.logprobs,
-        )
-        if not is_taken:
+        text = choice.text_of(update.finish)
+        if self.request.is_followed:
+            self._put_followed(is_last=update.finish is not None, is_silent=text is not None)
+        elif not self.stream.put(
+            token_id, text=text, now_s=now_s, index=choice.index, logprobs=update.logprobs
+        ):
             return False
-        choice.num_output += 1
-        choice.last_token_id = token_id
-        choice.last_token_s = self.last_token_s = now_s
         if self.first_token_s is None:
             self.first_token_s = now_s
         return True
+
+    def _put_followed(self, *, is_last: bool, is_silent: bool) -> None:
+        if is_last:
+            self.stream.catch_up(is_last_silent=is_silent)  # handed over with the end
+        else:
+            self.stream.hand_over()
 
     def note_prefill(self, *, num_tokens: int, bucket: Bucket) -> None:
         """Accounts a step that computed a part of the prompt."""
@@ -232,6 +241,14 @@ def build_live_request(
     )
     live = LiveRequest(request=request, stream=stream, on_end=on_end)
     constraints = [constraint.fork() if constraint and index else constraint for index in indices]
+    request.is_followed = (
+        max_bytes >= MIN_FOLLOWED_BYTES
+        and constraint is None
+        and sampling.num_choices == 1
+        and not sampling.stop_strings
+        and sampling.logprobs is None
+        and sampling.prompt_logprobs is None
+    )
     live.choices += [
         LiveChoice(
             live=live,

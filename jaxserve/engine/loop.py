@@ -1,5 +1,6 @@
 """The engine's thread: a step after the other, and the end of every request."""
 
+import functools
 from collections.abc import Callable
 from typing import Final
 
@@ -7,7 +8,7 @@ from jaxserve.config import Config
 from jaxserve.engine.accounts import Accounts, ThroughputLog
 from jaxserve.engine.intake import EngineState, Intake
 from jaxserve.engine.live_choice import LiveChoice, find_stopped
-from jaxserve.engine.live_request import Outcome, late_outcome, note_step
+from jaxserve.engine.live_request import LiveRequest, Outcome, late_outcome, note_step
 from jaxserve.engine.masks import fill_masks
 from jaxserve.engine.pipeline import Pipeline
 from jaxserve.engine.queue_bounds import build_unreachable
@@ -68,6 +69,7 @@ class EngineLoop:
         self._metrics = metrics
         self._clock = clock
         self._by_sequence: dict[int, LiveChoice] = {}
+        self._slow: list[LiveRequest] = []  # their readers are, of those that are followed
         self.waker = Waker()
         self.unread: UnreadTotal[Stream] = UnreadTotal(config.limits.total_buffer_bytes)
         self._steps = StepClock(config.measure, metrics, clock, name_of=self._name_of)
@@ -143,7 +145,15 @@ class EngineLoop:
             self.unread.watch(live.stream)
             self._scheduler.add(live.request)
             for sequence in live.request.sequences:
-                self._by_sequence[sequence.id] = live.choices[sequence.choice]
+                choice = self._by_sequence[sequence.id] = live.choices[sequence.choice]
+                choice.output, choice.output_s = sequence.output, sequence.output_s
+            if live.request.is_followed:
+                live.stream.follow(
+                    choice.output,
+                    choice.output_s,
+                    on_tokens=functools.partial(self._note_put, choice),
+                    on_slow=functools.partial(self._note_slow, live),
+                )
         for request in aborts:
             self._finish(request, FinishReason.CANCELLED)
         self._intake.run_calls()
@@ -180,6 +190,9 @@ class EngineLoop:
         """Has readers work beside the device: once a step, when it has the next to do."""
         num_put_off = self.waker.flush_turns(now_s, is_late=self._in_flight.is_ready)
         self._metrics.put_off_streams.inc(num_put_off)
+        slow, self._slow = self._slow, []
+        for live in slow:
+            self._finish(live.request, self._build_slow())
 
     def _retire(self) -> None:
         plan, result = self._in_flight.retire()
@@ -210,14 +223,16 @@ class EngineLoop:
             self._finish(live.request, NumericsError(text))
             return
         if token_id is not None:
-            before_s, is_first = choice.last_token_s, live.first_token_s is None
+            is_first = live.first_token_s is None
             if not live.put(choice, update, now_s=now_s):
-                limit = self._config.limits.stream_buffer_bytes
-                text = f"more than {limit} bytes of output are unread; read faster"
-                self._finish(live.request, SlowReaderError(text))
+                self._finish(live.request, self._build_slow())
                 self._metrics.surplus_tokens.inc()
                 return
-            self.accounts.add_token(live, is_first=is_first, before_s=before_s, now_s=now_s)
+            if is_first:
+                self.accounts.add_first_token(live, now_s)
+            self.accounts.add_token()
+            if not live.request.is_followed:
+                self._note_put(choice, 1)
         elif update.finish is not None:  # nothing was to come but the prompt's scores
             self.accounts.add_prompt(live, now_s)
         if update.finish is not None:
@@ -238,6 +253,17 @@ class EngineLoop:
         del self._by_sequence[update.sequence.id]
         self._scheduler.end(update.sequence)
         live.end_choice(choice, update.finish)
+
+    def _note_put(self, choice: LiveChoice, num_tokens: int) -> None:
+        choice.num_output += num_tokens
+        self.accounts.add_gaps(choice, num_tokens)
+
+    def _note_slow(self, live: LiveRequest) -> None:
+        self._slow.append(live)
+
+    def _build_slow(self) -> SlowReaderError:
+        limit = self._config.limits.stream_buffer_bytes
+        return SlowReaderError(f"more than {limit} bytes of output are unread; read faster")
 
     def _make_room(self) -> None:
         """Gives up the streams with the most unread while all have too much together."""
@@ -264,6 +290,7 @@ class EngineLoop:
         live = self._intake.remove(request, now_s=now_s)
         if live is None:
             return  # it has ended: an abort that came late
+        live.stream.catch_up()
         self._quotas.release(request, output_tokens=live.num_output)
         for sequence in request.sequences:
             self._by_sequence.pop(sequence.id, None)

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from jaxserve.engine.events import ChoiceFinished, Delta, Event, Finished, Started
+from jaxserve.engine.followed import Followed
 from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.engine.unread import TOKEN_BYTES, Unread, UnreadTotal, logprobs_bytes
 from jaxserve.engine.waker import Waiter, Waker
@@ -33,10 +34,11 @@ class Stream:
     order among each other.
 
     The writing side never waits. It holds tokens back until the waker gives the stream a turn, but
-    its first, and what goes with others that the reader has not taken yet. What is unread of a
-    choice is merged into one pending delta, and all is bounded in bytes. The reading side ends with
-    `Finished`, or raises the request's error, once. A reader that leaves early (break, close, an
-    exception, a cancelled task) cancels the request.
+    its first, and what goes with others that the reader has not taken yet. Tokens that nothing is
+    to be said of are not put at all: at its turn the stream takes them from the list that they are
+    in (`follow`). What is unread of a choice is merged into one pending delta, and all is bounded
+    in bytes. The reading side ends with `Finished`, or raises the request's error, once. A reader
+    that leaves early (break, close, an exception, a cancelled task) cancels the request.
 
     Attributes:
       request_id: as asked, or as made by the engine.
@@ -96,6 +98,7 @@ class Stream:
         self._waiter: Waiter | None = None
         self._has_sleeper = False  # a thread, which waits for _changed
         # the engine thread's own
+        self._followed: Followed | None = None
         self._held: dict[int, Unread] = {}  # by choice, until this stream has its turn
         self._num_held_bytes = 0
         self._has_output = False  # some has been put
@@ -109,7 +112,9 @@ class Stream:
     @property
     def num_unread_bytes(self) -> int:
         """All of it, the prompt's log-probabilities too."""
-        return self._num_bytes + self._num_held_bytes + self._num_start_bytes
+        num_ahead = 0 if self._followed is None else self._followed.num_ahead
+        num_held = self._num_held_bytes + TOKEN_BYTES * num_ahead
+        return self._num_bytes + num_held + self._num_start_bytes
 
     def start(
         self, prompt_logprobs: tuple[TokenLogprobs, ...] = (), *, cached_prompt_tokens: int = 0
@@ -128,6 +133,49 @@ class Stream:
             if self._total is not None:
                 self._total.note(self._num_start_bytes)
             self._wake()
+
+    def follow(
+        self,
+        token_ids: Sequence[int],
+        ready_s: Sequence[float],
+        *,
+        on_tokens: Callable[[int], None],
+        on_slow: Callable[[], None],
+    ) -> None:
+        """Has the only choice's tokens taken from a list as it grows, in place of `put`; their text
+        is the reader's to make. `hand_over` is to be called of the first, and `catch_up` at the end.
+
+        Args:
+          ready_s: when each was on the host; grows with the tokens.
+          on_tokens: told of each number that was taken.
+          on_slow: called where more is unread than may be. It must not end the stream itself.
+        """
+        self._followed = Followed(token_ids, ready_s, on_tokens=on_tokens, on_slow=on_slow)
+
+    def catch_up(self, *, is_last_silent: bool = False) -> None:
+        """Holds all that has come of who is followed, for the next to be handed over.
+
+        Args:
+          is_last_silent: the last token has no text.
+        """
+        followed = self._followed
+        if followed is None or not followed.num_ahead:
+            return
+        token_ids, ready_s = followed.take()
+        num_bytes = TOKEN_BYTES * len(token_ids)
+        come = Unread(
+            token_ids=token_ids,
+            ready_s=ready_s,
+            undecoded=token_ids[: len(token_ids) - is_last_silent],
+            num_bytes=num_bytes,
+        )
+        if self._held:
+            self._held[0].add(come)
+        else:
+            self._held[0] = come
+        self._num_held_bytes += num_bytes
+        if self._total is not None:
+            self._total.note(num_bytes)
 
     def put(
         self,
@@ -178,10 +226,16 @@ class Stream:
         return True
 
     def hand_over(self) -> None:
-        """Gives the reader what is held back."""
+        """Gives the reader what is held back, and what has come of who is followed, which has another
+        turn then."""
+        self.catch_up()
         with self._lock:
             self._give_held()
             self._wake()
+        if self._followed is not None:
+            self._waker.join(self, self._followed.last_s)
+            if self._num_bytes > self._max_bytes:
+                self._followed.on_slow()
 
     def finish_choice(self, end: ChoiceFinished, *, last_text: str = "") -> None:
         """Adds the end of a choice that is not the last; `last_text` was held back before it."""
@@ -213,6 +267,7 @@ class Stream:
         """
         with self._lock:
             self._unread = [Unread() for _ in self._decoders]
+            self._followed = None
             self._held.clear()
             self._ready.clear()
             self._prompt_logprobs = ()

@@ -24,7 +24,7 @@ class HoldsBack(Protocol):
     """Who holds output back until its turn: a stream."""
 
     def hand_over(self) -> None:
-        """Gives its reader what is held back, and leaves."""
+        """Gives its reader what is held back, and leaves; or joins again, where more is to come."""
         ...
 
 
@@ -80,12 +80,14 @@ class Waker:
         num_wanted = self._num_turns + (-4 if is_late else 1 / 16)
         self._num_turns = min(max(num_wanted, MIN_TURNS), MAX_TURNS)
         overdue_s = now_s + step_s - MAX_HOLD_S  # since before then: too long by the next step
-        for place, (holder, since_s) in enumerate(list(self._in_turn.items())):
-            if place >= int(self._num_turns) and since_s >= overdue_s:
+        in_turn, num_given = list(self._in_turn.items()), 0
+        for holder, since_s in in_turn:
+            if num_given >= int(self._num_turns) and since_s >= overdue_s:
                 break
             holder.hand_over()
+            num_given += 1
         self.flush_due()
-        return len(self._in_turn)
+        return len(in_turn) - num_given
 
     def flush_due(self) -> None:
         """Wakes those that wait for no turn."""

@@ -263,7 +263,7 @@ class Scheduler:
         if now_s is not None:
             self._time_step(plan, result, seconds=now_s - max(planned_s, self._read_s))
             self._read_s = now_s
-        updates = self._settlement.settle(plan, result, stopped)
+        updates = self._settlement.settle(plan, result, stopped, now_s=now_s or 0.0)
         self._reuse.retire(plan.step_id)
         return updates
 

@@ -56,22 +56,31 @@ class Settlement:
         self._reuse = reuse
         self._admission = admission
         self._metrics = metrics
+        self._now_s = 0.0
 
-    def settle(self, plan: StepPlan, result: StepResult, stopped: Collection[int]) -> list[Update]:
+    def settle(
+        self, plan: StepPlan, result: StepResult, stopped: Collection[int], *, now_s: float
+    ) -> list[Update]:
         """Returns what a step brought its live sequences, and has its pages kept.
 
         Args:
           stopped: ids of sequences whose text ended with this token (a stop string).
+          now_s: when the result was read.
         """
+        self._now_s = now_s
         updates: list[Update] = []
-        num_surplus = num_useful = 0
+        num_surplus = num_useful = num_followed = 0
         is_plain = not result.not_finite and not result.logprobs
         for chunk in plan.chunks:
             if is_plain and chunk.samples and chunk.num_tokens == 1 and not chunk.forks:
                 sequence = self._live.get(chunk.sequence_id)
                 if sequence is not None and chunk.scoring is None:
                     num_useful += 1
-                    updates.append(self._settle_token(sequence, chunk, result, stopped))
+                    update = self._settle_token(sequence, chunk, result, stopped)
+                    if update is None:
+                        num_followed += 1
+                    else:
+                        updates.append(update)
                     continue
             live = self._find_live(chunk)
             self._publish(chunk, live, result)
@@ -86,14 +95,16 @@ class Settlement:
                 self._take_scores(new[0], chunk, result)
             updates += new
         self._metrics.useful_rows.inc(num_useful)
+        self._metrics.output_tokens.inc(num_followed)
         if num_surplus:
             self._metrics.surplus_tokens.inc(num_surplus)
         return updates
 
     def _settle_token(
         self, sequence: Sequence, chunk: Chunk, result: StepResult, stopped: Collection[int]
-    ) -> Update:
-        """Does what `_publish` and `_settle` do, for one token of one that decodes alone."""
+    ) -> Update | None:
+        """Does what `_publish` and `_settle` do, for one token of one that decodes alone. None is
+        a token more of one that is followed."""
         if self._reuse.is_on:
             end = chunk.start + 1
             is_due = not end % self._pool.page_size or sequence.id in self._reuse.returning
@@ -106,8 +117,10 @@ class Settlement:
         if may_end or token_id in request.stop_ids:
             return self._settle(sequence, result, stopped)
         sequence.num_in_flight -= 1
+        is_told = not (output and request.is_followed)
         output.append(token_id)
-        return Update(sequence, token_id)
+        sequence.output_s.append(self._now_s)
+        return Update(sequence, token_id) if is_told else None
 
     def _settle(self, sequence: Sequence, result: StepResult, stopped: Collection[int]) -> Update:
         """Appends the sampled token and decides whether the sequence ends with it."""
@@ -121,6 +134,7 @@ class Settlement:
         if token_id in request.stop_ids and len(sequence.output) >= request.sampling.min_tokens:
             finish = request.stop_ids[token_id]
         sequence.output.append(token_id)
+        sequence.output_s.append(self._now_s)
         if finish is None and sequence.id in stopped:
             finish = FinishReason.STOP
         if finish is None and len(sequence.output) >= request.max_tokens:
