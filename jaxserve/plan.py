@@ -185,8 +185,23 @@ class StepPlan:
         return bool(self.chunks)
 
     @functools.cached_property
+    def singles(self) -> tuple[Chunk, ...]:
+        """The one-token chunks."""
+        return tuple([chunk for chunk in self.chunks if chunk.num_tokens == 1])
+
+    @functools.cached_property
+    def longer(self) -> tuple[Chunk, ...]:
+        """All other chunks."""
+        return self.chunks[len(self.singles) :]
+
+    @functools.cached_property
+    def scored(self) -> tuple[tuple[int, PromptScoring], ...]:
+        """Sequence ids with what of their prompts is scored, in the order of the chunks."""
+        return tuple([(c.sequence_id, c.scoring) for c in self.chunks if c.scoring is not None])
+
+    @functools.cached_property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return len(self.singles) + sum(chunk.num_tokens for chunk in self.longer)
 
     @functools.cached_property
     def needs_masks(self) -> bool:

@@ -23,7 +23,7 @@ from jax import numpy as jnp
 
 from jaxserve.model.masks import num_words
 from jaxserve.model.transformer import TokenBatch
-from jaxserve.plan import Bucket, Chunk, PageCopy, StepPlan, TokenMask
+from jaxserve.plan import Bucket, Chunk, Fork, PageCopy, StepPlan, TokenMask
 from jaxserve.runner.buckets import BucketScheme, OutputBucket, plan_shape
 from jaxserve.runner.spec import RunnerSpec
 from jaxserve.shapes import check_shapes
@@ -34,22 +34,25 @@ SCORE_WIDTH = 64  # tokens of one run of the score program
 _ALL_BITS = np.uint32(0xFFFFFFFF)
 
 
-@dataclasses.dataclass(slots=True)
-class SampledRow:
-    """A token that a step samples: a chunk's, or that of a fork of it. Nobody changes it; it is not
-    frozen, and its fields have places, for what `plan.Chunk` says.
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class SampledRows:
+    """The tokens that a step samples: a chunk's, and then those of its forks. An entry of each list
+    is a token's.
 
     Attributes:
       hidden_index: where the hidden state lies that it is sampled from; forks share it.
       num_top: alternatives to report with its log-probability; None reports none.
     """
 
-    sequence_id: int
-    row: int
-    hidden_index: int
-    output_index: int
-    num_top: int | None
-    is_masked: bool
+    sequence_ids: list[int] = dataclasses.field(default_factory=list)
+    rows: list[int] = dataclasses.field(default_factory=list)
+    hidden_index: list[int] = dataclasses.field(default_factory=list)
+    output_index: list[int] = dataclasses.field(default_factory=list)
+    num_top: list[int | None] = dataclasses.field(default_factory=list)
+    is_masked: list[bool] = dataclasses.field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 def find_plan_bucket(plan: StepPlan, scheme: BucketScheme) -> Bucket:
@@ -83,7 +86,7 @@ def build_packed(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> np.ndarray
     rows_X, starts_X, lens_X, prompt_lens_X, token_ids_T, deltas_3D = _split(packed_I, bucket, spec)
     rows_X[:] = spec.max_seqs
     deltas_3D[0] = spec.max_seqs
-    singles = [chunk for chunk in plan.chunks if chunk.num_tokens == 1]
+    singles = plan.singles
     N, unknown = len(singles), spec.model.padded_vocab_size
     rows_X[:N] = [chunk.row for chunk in singles]
     starts_X[:N] = [chunk.start for chunk in singles]
@@ -111,28 +114,40 @@ def build_packed(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> np.ndarray
     return packed_I
 
 
-def find_sampled_rows(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> list[SampledRow]:
+def find_sampled_rows(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> SampledRows:
     """Returns what the plan samples, chunk by chunk, each with its forks after it."""
-    sampled: list[SampledRow] = []
-    for chunk, t in _lay_out(plan, bucket, spec.chunk_tile):
-        if not chunk.samples:
+    places = list(range(len(plan.singles)))
+    places += [t + c.num_tokens - 1 for c, _, t in _lay_out_longer(plan, bucket, spec.chunk_tile)]
+    chunks: Sequence[Chunk] = plan.chunks
+    choices: Sequence[Chunk | Fork] = chunks
+    if any([chunk.forks or not chunk.samples for chunk in chunks]):
+        chunks, choices, places = _spread(chunks, places)
+    return SampledRows(
+        sequence_ids=[choice.sequence_id for choice in choices],
+        rows=[choice.row for choice in choices],
+        hidden_index=places,
+        output_index=[chunk.output_index for chunk in chunks],
+        num_top=[chunk.num_top for chunk in chunks],
+        is_masked=[chunk.is_masked for chunk in chunks],
+    )
+
+
+def _spread(
+    chunks: Sequence[Chunk], places: Sequence[int]
+) -> tuple[list[Chunk], list[Chunk | Fork], list[int]]:
+    """Returns the chunks that sample, their choices and places, each once for each choice."""
+    spread: list[tuple[Chunk, Chunk | Fork, int]] = []
+    for chunk, place in zip(chunks, places, strict=True):
+        if chunk.samples:
+            spread.append((chunk, chunk, place))
+            spread += [(chunk, fork, place) for fork in chunk.forks]
+        else:
             assert not chunk.forks, f"forks of a chunk that samples nothing: {chunk}"
-            continue
-        index, output_index = t + chunk.num_tokens - 1, chunk.output_index
-        num_top, is_masked = chunk.num_top, chunk.is_masked
-        sampled.append(
-            SampledRow(chunk.sequence_id, chunk.row, index, output_index, num_top, is_masked)
-        )
-        if chunk.forks:
-            sampled += [
-                SampledRow(fork.sequence_id, fork.row, index, output_index, num_top, is_masked)
-                for fork in chunk.forks
-            ]
-    return sampled
+    return [row[0] for row in spread], [row[1] for row in spread], [row[2] for row in spread]
 
 
 def build_output_rows(
-    sampled: Sequence[SampledRow], output: OutputBucket, spec: RunnerSpec
+    sampled: SampledRows, output: OutputBucket, spec: RunnerSpec
 ) -> np.ndarray:
     """Returns the output program's rows: hidden index, state row, output index of each sampled
     token, and 1 where its log-probability is wanted. Padding: hidden row 0, state row `max_seqs`
@@ -141,26 +156,26 @@ def build_output_rows(
     rows_4R = np.zeros((4, output.rows), np.int32)
     rows_4R[1] = spec.max_seqs
     N = len(sampled)
-    rows_4R[0, :N] = [row.hidden_index for row in sampled]
-    rows_4R[1, :N] = [row.row for row in sampled]
-    rows_4R[2, :N] = [row.output_index for row in sampled]
-    rows_4R[3, :N] = [row.num_top is not None for row in sampled]
+    rows_4R[0, :N] = sampled.hidden_index
+    rows_4R[1, :N] = sampled.rows
+    rows_4R[2, :N] = sampled.output_index
+    rows_4R[3, :N] = [num_top is not None for num_top in sampled.num_top]
     return rows_4R
 
 
 def build_masks(
-    sampled: Sequence[SampledRow],
+    sampled: SampledRows,
     masks: Mapping[int, TokenMask],
     output: OutputBucket,
     spec: RunnerSpec,
 ) -> np.ndarray:
     """Returns the output program's ``mask_RW``: a copy of the masks, and all ones elsewhere."""
     W = num_words(spec.model.padded_vocab_size)
-    known = {row.sequence_id for row in sampled if row.is_masked}
+    known = set(itertools.compress(sampled.sequence_ids, sampled.is_masked))
     assert masks.keys() <= known, f"masks of {masks.keys() - known}, which the step does not mask"
     mask_RW = np.full((output.rows, W), _ALL_BITS)
-    for r, row in enumerate(sampled):
-        mask_W = masks.get(row.sequence_id)
+    for r, sequence_id in enumerate(sampled.sequence_ids):
+        mask_W = masks.get(sequence_id)
         if mask_W is not None:
             assert mask_W.dtype == np.uint32, f"a mask is uint32, got {mask_W.dtype}"
             assert mask_W.shape == (W,), f"a mask has {W} words, got shape {mask_W.shape}"
@@ -188,7 +203,7 @@ def build_swap_pages(pages: Sequence[int], spec: RunnerSpec) -> np.ndarray:
 def build_score_rows(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> Iterator[np.ndarray]:
     """Yields the score program's rows, `SCORE_WIDTH` at a time: hidden index and the token whose
     log-probability is wanted. Padding: hidden row 0, token 0."""
-    if all(chunk.scoring is None for chunk in plan.chunks):
+    if not plan.scored:
         return
     pairs: list[tuple[int, int]] = []
     for chunk, t in _lay_out(plan, bucket, spec.chunk_tile):
@@ -257,8 +272,7 @@ def _split[A: (np.ndarray, Array)](
 
 def _lay_out(plan: StepPlan, bucket: Bucket, tile: int) -> Iterator[tuple[Chunk, int]]:
     """Yields each chunk with its first token's place: one-token chunks, then the longer ones."""
-    singles = (chunk for chunk in plan.chunks if chunk.num_tokens == 1)
-    yield from zip(singles, itertools.count(), strict=False)
+    yield from zip(plan.singles, itertools.count(), strict=False)
     for chunk, _, t in _lay_out_longer(plan, bucket, tile):
         yield chunk, t
 
@@ -267,7 +281,6 @@ def _lay_out_longer(plan: StepPlan, bucket: Bucket, tile: int) -> Iterator[tuple
     """Yields each chunk of several tokens with its first attention row and its first token's
     place."""
     x = bucket.decode_seqs
-    for chunk in plan.chunks:
-        if chunk.num_tokens > 1:
-            yield chunk, x, bucket.decode_seqs + (x - bucket.decode_seqs) * tile
-            x += -(-chunk.num_tokens // tile)
+    for chunk in plan.longer:
+        yield chunk, x, bucket.decode_seqs + (x - bucket.decode_seqs) * tile
+        x += -(-chunk.num_tokens // tile)

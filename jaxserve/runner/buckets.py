@@ -141,8 +141,7 @@ class BucketScheme:
 
 def plan_shape(plan: StepPlan, *, tile: int) -> tuple[int, int]:
     """Returns a plan's one-token rows, and the tile-rounded tokens of its chunks."""
-    lens = [chunk.num_tokens for chunk in plan.chunks]
-    return lens.count(1), sum(round_up(n, tile) for n in lens if n > 1)
+    return len(plan.singles), sum(round_up(chunk.num_tokens, tile) for chunk in plan.longer)
 
 
 def build_scheme(config: Config, *, max_model_tokens: int, min_rows: int) -> BucketScheme:

@@ -18,7 +18,7 @@ from jax import numpy as jnp
 from jaxserve.model.logprobs import Logprobs
 from jaxserve.model.sampling import Sampled
 from jaxserve.plan import Bucket, PromptScoring, StepPlan, StepResult, TokenLogprobs
-from jaxserve.runner.batch import SampledRow
+from jaxserve.runner.batch import SampledRows
 from jaxserve.runner.spec import RunnerSpec
 
 
@@ -63,18 +63,18 @@ class ResultLayout:
     """
 
     bucket: Bucket
-    sampled: tuple[SampledRow, ...]
+    sampled: SampledRows
     scored: tuple[tuple[int, PromptScoring], ...]
     vocab_size: int
 
 
 def build_layout(
-    plan: StepPlan, bucket: Bucket, sampled: Sequence[SampledRow], spec: RunnerSpec
+    plan: StepPlan, bucket: Bucket, sampled: SampledRows, spec: RunnerSpec
 ) -> ResultLayout:
     return ResultLayout(
         bucket=bucket,
-        sampled=tuple(sampled),
-        scored=tuple((c.sequence_id, c.scoring) for c in plan.chunks if c.scoring is not None),
+        sampled=sampled,
+        scored=plan.scored,
         vocab_size=spec.model.vocab_size,
     )
 
@@ -104,18 +104,17 @@ def read_result(
             not_finite.add(sequence_id)
     if output_RI is not None:
         sampled = layout.sampled
-        tokens, are_finite = output_RI[: len(sampled), :2].T.tolist()
-        token_ids = {row.sequence_id: token for row, token in zip(sampled, tokens, strict=True)}
-        wanted: list[int] = []
-        for r, (row, is_finite) in enumerate(zip(sampled, are_finite, strict=True)):
-            if not is_finite:
-                not_finite.add(row.sequence_id)
-            elif row.num_top is not None:
-                wanted.append(r)
+        ids = sampled.sequence_ids
+        tokens, are_finite = output_RI[: len(ids), :2].T.tolist()
+        token_ids = dict(zip(ids, tokens, strict=True))
+        if not all(are_finite):
+            not_finite.update(ids[r] for r, is_finite in enumerate(are_finite) if not is_finite)
+        wanted = [r for r, num_top in enumerate(sampled.num_top) if num_top is not None]
+        wanted = [r for r in wanted if are_finite[r]]
         if wanted:
-            num_tops = [min(sampled[r].num_top or 0, layout.vocab_size) for r in wanted]
+            num_tops = [min(sampled.num_top[r] or 0, layout.vocab_size) for r in wanted]
             found = _read_logprobs(output_RI[wanted, 3:], [tokens[r] for r in wanted], num_tops)
-            logprobs = dict(zip((sampled[r].sequence_id for r in wanted), found, strict=True))
+            logprobs = dict(zip((ids[r] for r in wanted), found, strict=True))
     return StepResult(
         token_ids=token_ids,
         not_finite=frozenset(not_finite),

@@ -1,10 +1,10 @@
 """What the sampler must be able to do for the sequences in the state rows."""
 
-from collections.abc import Sequence
+import operator
 
 from jaxserve.model.sampling import Variant
 from jaxserve.plan import RowLoad
-from jaxserve.runner.batch import SampledRow
+from jaxserve.runner.batch import SampledRows
 from jaxserve.runner.buckets import VARIANTS
 from jaxserve.runner.state import find_variant
 
@@ -24,12 +24,14 @@ class RowVariants:
             sampling, sampling.min_tokens, is_masked=False, has_logprobs=False
         )
 
-    def find(self, sampled: Sequence[SampledRow]) -> Variant:
+    def find(self, sampled: SampledRows) -> Variant:
         """Returns the least variant that serves every row to sample."""
-        if any(row.is_masked or row.num_top is not None for row in sampled):
+        rows = sampled.rows
+        if any(sampled.is_masked) or sampled.num_top.count(None) < len(rows):
             return "full"
         min_tokens, variants = self._min_tokens, self._variants
-        if any(row.output_index < min_tokens[row.row] for row in sampled):
+        least = [min_tokens[row] for row in rows]
+        if any(least) and any(map(operator.lt, sampled.output_index, least)):
             return "full"
-        wanted = {variants[row.row] for row in sampled}
+        wanted = {variants[row] for row in rows}
         return max(wanted, key=VARIANTS.index, default="greedy")

@@ -29,7 +29,7 @@ from jaxserve.plan import (
 from jaxserve.runner import state
 from jaxserve.runner.batch import (
     SWAP_WIDTH,
-    SampledRow,
+    SampledRows,
     build_masks,
     build_output_rows,
     build_packed,
@@ -152,7 +152,7 @@ class Runner:
         self._head = head_params(self._params)
         with naming_lack_of_memory():
             self._no_mask = {
-                output: jax.device_put(build_masks((), {}, output, self._spec))
+                output: jax.device_put(build_masks(SampledRows(), {}, output, self._spec))
                 for output in self._scheme.outputs
                 if output.variant == "full"
             }
@@ -244,14 +244,14 @@ class Runner:
                     self._launch_masked, sampled, output, rows_4R, bucket=bucket, laps=laps
                 )
             )
-        elif sampled:
+        elif len(sampled):
             step.add_output(self._run_output(output, rows_4R, mask_RW=self._no_mask.get(output)))
-        self._counts.count_step(plan, bucket, output if sampled else None)
+        self._counts.count_step(plan, bucket, output if len(sampled) else None)
         return step
 
     def _launch_masked(
         self,
-        sampled: Sequence[SampledRow],
+        sampled: SampledRows,
         output: OutputBucket,
         rows_4R: np.ndarray,
         masks: Mapping[int, TokenMask],

@@ -67,8 +67,8 @@ class StepCounts:
         counters.steps.inc()
         counters.real_tokens.inc(real)
         counters.padded_tokens.inc(bucket.num_tokens - real)
-        scored = (chunk.scoring.targets for chunk in plan.chunks if chunk.scoring)
-        metrics.scored_tokens.inc(sum(map(len, scored)))
+        if plan.scored:
+            metrics.scored_tokens.inc(sum(len(scoring.targets) for _, scoring in plan.scored))
         if bucket not in self._largest:
             metrics.bucketed_steps.inc()
         if self._is_invariant:

@@ -69,18 +69,17 @@ class Settlement:
         """
         self._now_s = now_s
         updates: list[Update] = []
-        num_surplus = num_useful = num_followed = 0
+        chunks: Collection[Chunk] = plan.chunks
+        if not result.not_finite:
+            chunks = self._take_followed(plan.chunks, result)
+        num_surplus, num_useful = 0, len(plan.chunks) - len(chunks)
         is_plain = not result.not_finite and not result.logprobs
-        for chunk in plan.chunks:
+        for chunk in chunks:
             if is_plain and chunk.samples and chunk.num_tokens == 1 and not chunk.forks:
                 sequence = self._live.get(chunk.sequence_id)
                 if sequence is not None and chunk.scoring is None:
                     num_useful += 1
-                    update = self._settle_token(sequence, chunk, result, stopped)
-                    if update is None:
-                        num_followed += 1
-                    else:
-                        updates.append(update)
+                    updates.append(self._settle_token(sequence, chunk, result, stopped))
                     continue
             live = self._find_live(chunk)
             self._publish(chunk, live, result)
@@ -95,32 +94,59 @@ class Settlement:
                 self._take_scores(new[0], chunk, result)
             updates += new
         self._metrics.useful_rows.inc(num_useful)
-        self._metrics.output_tokens.inc(num_followed)
         if num_surplus:
             self._metrics.surplus_tokens.inc(num_surplus)
         return updates
 
+    def _take_followed(self, chunks: Collection[Chunk], result: StepResult) -> list[Chunk]:
+        """Takes in the tokens of those that are followed and go on; returns all other chunks. It does
+        what `_settle_token` would, in a third of the time."""
+        others: list[Chunk] = []
+        all_live, token_ids, now_s = self._live, result.token_ids, self._now_s
+        for chunk in chunks:
+            sequence = all_live.get(chunk.sequence_id)
+            if sequence is None or chunk.num_tokens > 1 or not chunk.samples:
+                others.append(chunk)
+                continue
+            request, output = sequence.request, sequence.output
+            if not (request.is_followed and output) or len(output) + 1 >= request.max_tokens:
+                others.append(chunk)
+                continue
+            token_id = token_ids[sequence.id]
+            if token_id in request.stop_ids:
+                others.append(chunk)
+                continue
+            self._publish_token(sequence, chunk.start + 1)
+            sequence.num_in_flight -= 1
+            output.append(token_id)
+            sequence.output_s.append(now_s)
+        self._metrics.output_tokens.inc(len(chunks) - len(others))
+        return others
+
+    def _publish_token(self, sequence: Sequence, end: int) -> None:
+        """Does what `_publish` does, where one finite token was computed."""
+        reuse = self._reuse
+        if not reuse.is_on:
+            return
+        is_due = not end % self._pool.page_size or sequence.id in reuse.returning
+        if is_due and sequence.state is SequenceState.RUNNING:
+            reuse.publish(sequence, end)
+        reuse.prove(sequence.id)
+
     def _settle_token(
         self, sequence: Sequence, chunk: Chunk, result: StepResult, stopped: Collection[int]
-    ) -> Update | None:
-        """Does what `_publish` and `_settle` do, for one token of one that decodes alone. None is
-        a token more of one that is followed."""
-        if self._reuse.is_on:
-            end = chunk.start + 1
-            is_due = not end % self._pool.page_size or sequence.id in self._reuse.returning
-            if is_due and sequence.state is SequenceState.RUNNING:
-                self._reuse.publish(sequence, end)
-            self._reuse.prove(sequence.id)
+    ) -> Update:
+        """Does what `_publish` and `_settle` do, for one token of one that decodes alone."""
+        self._publish_token(sequence, chunk.start + 1)
         request, output = sequence.request, sequence.output
         token_id = result.token_ids[sequence.id]
         may_end = len(output) + 1 >= request.max_tokens or sequence.id in stopped
         if may_end or token_id in request.stop_ids:
             return self._settle(sequence, result, stopped)
         sequence.num_in_flight -= 1
-        is_told = not (output and request.is_followed)
         output.append(token_id)
         sequence.output_s.append(self._now_s)
-        return Update(sequence, token_id) if is_told else None
+        return Update(sequence, token_id)
 
     def _settle(self, sequence: Sequence, result: StepResult, stopped: Collection[int]) -> Update:
         """Appends the sampled token and decides whether the sequence ends with it."""

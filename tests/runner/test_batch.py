@@ -79,8 +79,8 @@ def test_forks_are_sampled_from_the_hidden_state_of_their_chunk() -> None:
     longer = dataclasses.replace(PLAN.chunks[3], forks=forks[1:], num_top=0)
     plan = dataclasses.replace(PLAN, chunks=(PLAN.chunks[0], single, PLAN.chunks[2], longer))
     sampled = batch.find_sampled_rows(plan, BUCKET, SPEC)
-    assert [row.sequence_id for row in sampled] == [7, 2, 11, 0, 13]
-    assert [row.is_masked for row in sampled] == [False, True, True, False, False]
+    assert sampled.sequence_ids == [7, 2, 11, 0, 13]
+    assert sampled.is_masked == [False, True, True, False, False]
     last = 3 + 8 + 1
     assert _output_rows(plan, BUCKET, 6).tolist() == [
         [0, 1, 1, last, last, 0],
