@@ -1,6 +1,6 @@
 """A sequence's tokens as they come, for a stream that is told of none of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 
 class Followed:
@@ -9,8 +9,8 @@ class Followed:
 
     def __init__(
         self,
-        token_ids: Sequence[int],
-        ready_s: Sequence[float],
+        token_ids: list[int],
+        ready_s: list[float],
         *,
         on_tokens: Callable[[int], None],
         on_slow: Callable[[], None],
@@ -18,7 +18,7 @@ class Followed:
         """Args:
         ready_s: when each token was on the host; as long as the tokens.
         on_tokens: told of each number that was taken.
-        on_slow: to be called where more is unread than may be.
+        on_slow: to be called where more is unread than may be. It must not end the stream itself.
         """
         self._token_ids = token_ids
         self._ready_s = ready_s
@@ -40,4 +40,4 @@ class Followed:
         """Returns the tokens since the last call, and when they came."""
         first, self._num_taken = self._num_taken, len(self._token_ids)
         self._on_tokens(self._num_taken - first)
-        return list(self._token_ids[first:]), list(self._ready_s[first:])
+        return self._token_ids[first:], self._ready_s[first:]

@@ -1,10 +1,10 @@
 """One choice of a request while it is in the engine: its text, its stops, its mask, its end."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from jaxserve.engine.stream import Decoder
+from jaxserve.engine.reader_account import Decoder
 from jaxserve.plan import StepResult
 from jaxserve.request import FinishReason
 from jaxserve.text.constraints import Constraint
@@ -74,8 +74,8 @@ class LiveChoice:
     index: int
     stops: StopText | None
     constraint: Constraint | None
-    output: Sequence[int] = ()
-    output_s: Sequence[float] = ()
+    output: list[int] = dataclasses.field(default_factory=list)
+    output_s: list[float] = dataclasses.field(default_factory=list)
     num_output: int = 0
     has_ended: bool = False
     reason: FinishReason | None = None

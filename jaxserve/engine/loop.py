@@ -6,6 +6,7 @@ from typing import Final
 
 from jaxserve.config import Config
 from jaxserve.engine.accounts import Accounts, ThroughputLog
+from jaxserve.engine.followed import Followed
 from jaxserve.engine.intake import EngineState, Intake
 from jaxserve.engine.live_choice import LiveChoice, find_stopped
 from jaxserve.engine.live_request import LiveRequest, Outcome, late_outcome, note_step
@@ -148,12 +149,7 @@ class EngineLoop:
                 choice = self._by_sequence[sequence.id] = live.choices[sequence.choice]
                 choice.output, choice.output_s = sequence.output, sequence.output_s
             if live.request.is_followed:
-                live.stream.follow(
-                    choice.output,
-                    choice.output_s,
-                    on_tokens=functools.partial(self._note_put, choice),
-                    on_slow=functools.partial(self._note_slow, live),
-                )
+                self._follow(live, choice)
         for request in aborts:
             self._finish(request, FinishReason.CANCELLED)
         self._intake.run_calls()
@@ -253,6 +249,15 @@ class EngineLoop:
         del self._by_sequence[update.sequence.id]
         self._scheduler.end(update.sequence)
         live.end_choice(choice, update.finish)
+
+    def _follow(self, live: LiveRequest, choice: LiveChoice) -> None:
+        followed = Followed(
+            choice.output,
+            choice.output_s,
+            on_tokens=functools.partial(self._note_put, choice),
+            on_slow=functools.partial(self._note_slow, live),
+        )
+        live.stream.follow(followed)
 
     def _note_put(self, choice: LiveChoice, num_tokens: int) -> None:
         choice.num_output += num_tokens

@@ -2,9 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from jaxserve.engine.events import Finished
 from jaxserve.metrics import Metrics
+
+
+class Decoder(Protocol):
+    """Token ids to text, a few at a time: `text.Detokenizer`, or a test's."""
+
+    def push(self, token_ids: list[int]) -> str: ...
+
+    def flush(self) -> str: ...
 
 
 class ReaderAccount:
@@ -28,8 +37,7 @@ class ReaderAccount:
         """Whoever carries them on has accepted tokens that were on the host at these times."""
         now_s = self._clock()
         took_s = [now_s - since_s for since_s in ready_s]
-        self._metrics.delivery_seconds.observe_all(took_s)
-        self._delivery_sum_s += sum(took_s)
+        self._delivery_sum_s += self._metrics.delivery_seconds.observe_all(took_s)
 
     def complete(self, finished: Finished) -> Finished:
         """Returns the end with its delivery: the reader has it, and has delivered the rest."""
@@ -41,13 +49,14 @@ class ReaderAccount:
         )
         return dataclasses.replace(finished, timings=timings)
 
-    def decode(self, push: Callable[[], str]) -> str:
-        """Returns what `push` makes of tokens, timed."""
-        if not self._times_decoding:
-            return push()
-        since_s = self._clock()
-        text = push()
-        self._decoding_s += self._clock() - since_s
+    def decode(self, decoder: Decoder, token_ids: list[int], *, is_last: bool) -> str:
+        """Returns what comes of more tokens, timed; where they are the last, all that is left."""
+        since_s = self._clock() if self._times_decoding else 0.0
+        text = decoder.push(token_ids) if token_ids else ""
+        if is_last:
+            text += decoder.flush()
+        if self._times_decoding:
+            self._decoding_s += self._clock() - since_s
         return text
 
     def close(self) -> None:

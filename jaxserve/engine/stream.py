@@ -4,11 +4,11 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 from jaxserve.engine.events import ChoiceFinished, Delta, Event, Finished, Started
 from jaxserve.engine.followed import Followed
-from jaxserve.engine.reader_account import ReaderAccount
+from jaxserve.engine.reader_account import Decoder, ReaderAccount
 from jaxserve.engine.unread import TOKEN_BYTES, Unread, UnreadTotal, logprobs_bytes
 from jaxserve.engine.waker import Waiter, Waker
 from jaxserve.errors import JaxserveError
@@ -16,14 +16,6 @@ from jaxserve.plan import TokenLogprobs
 
 # When a token counts as delivered: its reader has taken it, or has called `acknowledge`.
 Delivery = Literal["taken", "acknowledged"]
-
-
-class Decoder(Protocol):
-    """Token ids to text, a few at a time: `text.Detokenizer`, or a test's."""
-
-    def push(self, token_ids: list[int]) -> str: ...
-
-    def flush(self) -> str: ...
 
 
 class Stream:
@@ -82,13 +74,12 @@ class Stream:
         self._total = total
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        # Shared, under _lock. `put` reads _ready and _num_bytes without it: the engine thread alone
-        # adds to them, so it may see more than there is, which hands over early, or refuses early.
+        # Shared, under _lock. `put` reads _unread and _num_bytes without it: the engine thread
+        # alone adds to them, so it may see more than there is: hands over early, or refuses early.
         self._started = False
         self._cached_prompt_tokens = 0
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        self._unread = [Unread() for _ in self._decoders]
-        self._ready: dict[int, None] = {}  # choices with something unread, the first one first
+        self._unread: dict[int, Unread] = {}  # by choice, the first one first
         self._num_bytes = 0
         self._num_start_bytes = 0
         self._end: Finished | JaxserveError | None = None
@@ -134,23 +125,10 @@ class Stream:
                 self._total.note(self._num_start_bytes)
             self._wake()
 
-    def follow(
-        self,
-        token_ids: Sequence[int],
-        ready_s: Sequence[float],
-        *,
-        on_tokens: Callable[[int], None],
-        on_slow: Callable[[], None],
-    ) -> None:
-        """Has the only choice's tokens taken from a list as it grows, in place of `put`; their text
-        is the reader's to make. `hand_over` is to be called of the first, and `catch_up` at the end.
-
-        Args:
-          ready_s: when each was on the host; grows with the tokens.
-          on_tokens: told of each number that was taken.
-          on_slow: called where more is unread than may be. It must not end the stream itself.
-        """
-        self._followed = Followed(token_ids, ready_s, on_tokens=on_tokens, on_slow=on_slow)
+    def follow(self, followed: Followed) -> None:
+        """Has the only choice's tokens taken as they come, in place of `put`; their text is the
+        reader's to make. `hand_over` is to be called of the first, `catch_up` at the end."""
+        self._followed = followed
 
     def catch_up(self, *, is_last_silent: bool = False) -> None:
         """Holds all that has come of who is followed, for the next to be handed over.
@@ -218,7 +196,7 @@ class Stream:
         if self._total is not None:
             self._total.note(num_bytes)
         is_half_full = 2 * self._num_held_bytes > self._max_bytes  # the reader must be able to read
-        if self._has_output and not self._ready and not is_half_full:
+        if self._has_output and not self._unread and not is_half_full:
             self._waker.join(self, now_s)
         else:
             self._has_output = True
@@ -226,14 +204,15 @@ class Stream:
         return True
 
     def hand_over(self) -> None:
-        """Gives the reader what is held back, and what has come of who is followed, which has another
+        """Gives the reader what is held back, and what has come of who is followed: it has another
         turn then."""
         self.catch_up()
-        with self._lock:
-            self._give_held()
-            self._wake()
+        if self._held:
+            with self._lock:
+                self._give_held()
+                self._wake()
         if self._followed is not None:
-            self._waker.join(self, self._followed.last_s)
+            self._waker.rejoin(self, self._followed.last_s)
             if self._num_bytes > self._max_bytes:
                 self._followed.on_slow()
 
@@ -266,10 +245,9 @@ class Stream:
         A stream that has not ended must be finished next.
         """
         with self._lock:
-            self._unread = [Unread() for _ in self._decoders]
             self._followed = None
             self._held.clear()
-            self._ready.clear()
+            self._unread.clear()
             self._prompt_logprobs = ()
             self._num_bytes = self._num_held_bytes = self._num_start_bytes = 0
             self._is_given_up = True
@@ -278,22 +256,20 @@ class Stream:
             self._wake()
 
     def _end_choice(self, index: int, last_text: str) -> None:
-        unread = self._unread[index]
+        unread = self._unread.setdefault(index, Unread())
         assert not unread.has_ended, f"choice {index} of {self.request_id} ended twice"
         if last_text:
             unread.texts.append(last_text)
         unread.has_ended = True
-        self._ready[index] = None
 
     def _give_held(self) -> None:
         """Adds what was held back to what is unread: no turn is needed for it any more."""
         self._waker.leave(self)
         for index, held in self._held.items():
-            if index in self._ready:
-                self._unread[index].add(held)
+            if (unread := self._unread.get(index)) is not None:
+                unread.add(held)
             else:
                 self._unread[index] = held
-                self._ready[index] = None
         self._held.clear()
         self._num_bytes += self._num_held_bytes
         self._num_held_bytes = 0
@@ -324,7 +300,7 @@ class Stream:
         """The same for a task, without a thread: the engine wakes the event loop."""
         try:
             while not self._is_over:
-                while (future := self._future()) is not None:
+                if (future := self._future()) is not None:
                     await future
                 yield self._take()
         finally:
@@ -375,7 +351,7 @@ class Stream:
 
     def _is_ready(self) -> bool:
         is_start_unread = self._started and not self._has_read_start
-        is_there = is_start_unread or bool(self._ready) or self._end is not None
+        is_there = is_start_unread or bool(self._unread) or self._end is not None
         return is_there or self._next is not None
 
     def _future(self) -> asyncio.Future[None] | None:
@@ -396,11 +372,10 @@ class Stream:
             with self._lock:
                 if (started := self._take_start()) is not None:
                     return started
-                index = next(iter(self._ready), None)
+                index = next(iter(self._unread), None)
                 if index is None:
                     return self._take_end()
-                del self._ready[index]
-                unread, self._unread[index] = self._unread[index], Unread()
+                unread = self._unread.pop(index)
                 self._num_bytes -= unread.num_bytes
             if (delta := self._build_delta(index, unread)) is not None:
                 return delta
@@ -422,7 +397,9 @@ class Stream:
     def _build_delta(self, index: int, unread: Unread) -> Delta | None:
         """Returns what came of a choice, if anything did; its end comes next."""
         text = "".join(unread.texts)
-        text += self.reader.decode(lambda: self._decode(index, unread))
+        decoder = self._decoders[index]
+        if decoder is not None and (unread.undecoded or unread.has_ended):
+            text += self.reader.decode(decoder, unread.undecoded, is_last=unread.has_ended)
         self._next = unread.end
         if unread.ready_s and self._delivery == "taken":
             self.reader.deliver(unread.ready_s)
@@ -443,10 +420,3 @@ class Stream:
         if isinstance(end, JaxserveError):
             raise end
         return self.complete(end) if self._delivery == "taken" else end
-
-    def _decode(self, index: int, unread: Unread) -> str:
-        decoder = self._decoders[index]
-        if decoder is None:
-            return ""
-        text = decoder.push(unread.undecoded) if unread.undecoded else ""
-        return text + decoder.flush() if unread.has_ended else text

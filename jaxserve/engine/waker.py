@@ -58,6 +58,11 @@ class Waker:
         """Gives a turn to who holds something back since now, or since earlier."""
         self._in_turn.setdefault(holder, now_s)
 
+    def rejoin(self, holder: HoldsBack, now_s: float) -> None:
+        """Gives another turn to who has had one, behind all others."""
+        self._in_turn.pop(holder, None)
+        self._in_turn[holder] = now_s
+
     def leave(self, holder: HoldsBack) -> None:
         """Nothing is held back any more."""
         self._in_turn.pop(holder, None)

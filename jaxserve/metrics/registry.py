@@ -62,15 +62,17 @@ class ManyHistogram(Histogram):
         self._sum.inc(count * amount)
         self._buckets[bisect.bisect_left(self._upper_bounds, amount)].inc(count)
 
-    def observe_all(self, amounts: Sequence[float]) -> None:
-        """Does what a call of `observe` with each does."""
+    def observe_all(self, amounts: Sequence[float]) -> float:
+        """Does what a call of `observe` with each does; returns their sum."""
         counts: dict[int, int] = {}
         for amount in amounts:
             place = bisect.bisect_left(self._upper_bounds, amount)
             counts[place] = counts.get(place, 0) + 1
-        self._sum.inc(sum(amounts))
+        total = sum(amounts)
+        self._sum.inc(total)
         for place, count in counts.items():
             self._buckets[place].inc(count)
+        return total
 
 
 class Metrics:

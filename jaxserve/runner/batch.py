@@ -120,7 +120,7 @@ def find_sampled_rows(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> Sampl
     places += [t + c.num_tokens - 1 for c, _, t in _lay_out_longer(plan, bucket, spec.chunk_tile)]
     chunks: Sequence[Chunk] = plan.chunks
     choices: Sequence[Chunk | Fork] = chunks
-    if any([chunk.forks or not chunk.samples for chunk in chunks]):
+    if any(chunk.forks or not chunk.samples for chunk in chunks):
         chunks, choices, places = _spread(chunks, places)
     return SampledRows(
         sequence_ids=[choice.sequence_id for choice in choices],
@@ -146,9 +146,7 @@ def _spread(
     return [row[0] for row in spread], [row[1] for row in spread], [row[2] for row in spread]
 
 
-def build_output_rows(
-    sampled: SampledRows, output: OutputBucket, spec: RunnerSpec
-) -> np.ndarray:
+def build_output_rows(sampled: SampledRows, output: OutputBucket, spec: RunnerSpec) -> np.ndarray:
     """Returns the output program's rows: hidden index, state row, output index of each sampled
     token, and 1 where its log-probability is wanted. Padding: hidden row 0, state row `max_seqs`
     (past the end), output index 0, nothing wanted.

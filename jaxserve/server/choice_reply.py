@@ -66,8 +66,10 @@ class ChoiceReply:
         if self._rules.options.include_token_ids:
             self._token_ids += delta.token_ids
         self._num_tokens += len(delta.token_ids)
-        self._logprobs += delta.logprobs
-        self._num_bytes += sum(size_of(entry, self._rules.token_bytes) for entry in delta.logprobs)
+        if delta.logprobs:
+            self._logprobs += delta.logprobs
+            token_bytes = self._rules.token_bytes
+            self._num_bytes += sum(size_of(entry, token_bytes) for entry in delta.logprobs)
         self._ready_s += delta.ready_s
 
     def add_text(self, parts: Iterable[OutputDelta]) -> None:
@@ -75,18 +77,23 @@ class ChoiceReply:
         if not self._rules.options.omit_text:
             self._parts += parts
 
+    def take_short(self) -> generation_pb2.GenerationDelta | None:
+        """Returns all that was gathered, where that is one short message, as nearly always. None
+        takes nothing."""
+        half, token_ids = self._rules.max_bytes // 2, self._token_ids
+        text = None if self._logprobs else _find_short_text(self._parts, half)
+        if text is None or not (text or token_ids) or len(token_ids) * TOKEN_BYTES > half:
+            return None
+        self._parts, self._token_ids, self._num_tokens = [], [], 0
+        return generation_pb2.GenerationDelta(index=self._index, text=text, token_ids=token_ids)
+
     def take(self) -> Iterator[generation_pb2.GenerationDelta]:
         """Yields all that was gathered, in as many messages as it needs; none for nothing."""
+        if (short := self.take_short()) is not None:
+            yield short
+            return
         half = self._rules.max_bytes // 2  # of text; the other is for tokens
         parts, self._parts = self._parts, []
-        short = None if self._logprobs else _find_short_text(parts, half)
-        if short is not None and len(self._token_ids) * TOKEN_BYTES <= half:
-            token_ids, self._token_ids, self._num_tokens = self._token_ids, [], 0
-            if short or token_ids:
-                yield generation_pb2.GenerationDelta(
-                    index=self._index, text=short, token_ids=token_ids
-                )
-            return
         texts = _pack(parts, self._index, half)
         tokens = self._take_tokens(half)
         for text, token in itertools.zip_longest(texts, tokens):

@@ -1,6 +1,6 @@
 """One request's events as the messages of its stream."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from jaxserve.engine.events import ChoiceFinished, Delta, Event, Finished, Started
 from jaxserve.engine.served_model import ServedModel
@@ -39,17 +39,28 @@ class Replies:
         self._choices: dict[int, ChoiceReply] = {}
         self._sent_s: list[float] = []
 
-    def push(self, event: Event) -> Iterator[generation_pb2.StreamGenerateResponse]:
-        """Yields the messages that are due with this event."""
+    def push(self, event: Event) -> Iterable[generation_pb2.StreamGenerateResponse]:
+        """Returns the messages that are due with this event; each is built as it is asked for."""
+        if not isinstance(event, Delta):
+            return self._push_frame(event)
+        choice = self._choice(event.index)
+        choice.push(event, self._chat.push(event) if self._chat else _content(event.text))
+        if self._start is None and choice.is_due and (short := choice.take_short()) is not None:
+            self._sent_s += choice.take_ready()  # as nearly always
+            return (generation_pb2.StreamGenerateResponse(delta=short),)
+        return self._take_due(choice)
+
+    def _take_due(self, choice: ChoiceReply) -> Iterator[generation_pb2.StreamGenerateResponse]:
+        yield from self._take_start()
+        if choice.is_due:
+            yield from self._take_deltas(choice)
+
+    def _push_frame(
+        self, event: Started | ChoiceFinished | Finished
+    ) -> Iterator[generation_pb2.StreamGenerateResponse]:
         match event:
             case Started():
                 self._start = event
-            case Delta():
-                yield from self._take_start()
-                choice = self._choice(event.index)
-                choice.push(event, self._chat.push(event) if self._chat else _content(event.text))
-                if choice.is_due:
-                    yield from self._take_deltas(choice)
             case ChoiceFinished() | Finished():
                 yield from self._take_start()
                 choice = self._choice(event.index)

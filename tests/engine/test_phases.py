@@ -17,6 +17,7 @@ from jaxserve.engine.trace_ring import RequestTrace
 from jaxserve.metrics import Metrics
 from jaxserve.plan import HOST_PHASES, Bucket, HostPhase, StepPlan, StepResult, TokenMask
 from jaxserve.request import GenerationRequest
+from tests.engine.test_stream import Letters
 from tests.engines import ONE_ROW, Clock, ask, build_engine
 from tests.fakes import EOS_ID, say
 
@@ -405,7 +406,7 @@ def test_switched_off_no_clock_is_read_and_nothing_is_kept() -> None:
         end()
     assert metrics.value("step_host_seconds_total") == 0
     reader = ReaderAccount(metrics, fail, times_decoding=False)
-    assert reader.decode(lambda: "text") == "text"
+    assert reader.decode(Letters(), list(b"text"), is_last=True) == "text"
 
 
 def test_the_switch_of_the_configuration_takes_the_stamps_away() -> None:

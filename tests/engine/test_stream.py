@@ -18,8 +18,8 @@ from jaxserve.engine.events import (
     Timings,
     Usage,
 )
-from jaxserve.engine.reader_account import ReaderAccount
-from jaxserve.engine.stream import Decoder, Stream
+from jaxserve.engine.reader_account import Decoder, ReaderAccount
+from jaxserve.engine.stream import Stream
 from jaxserve.engine.unread import ENTRY_BYTES, TOKEN_BYTES, UnreadTotal
 from jaxserve.engine.waker import Waker
 from jaxserve.errors import NumericsError, SlowReaderError
@@ -447,7 +447,7 @@ def test_logprobs_stay_beside_their_tokens_however_deltas_merge(seed: int) -> No
         put[index].append(token_id)
         if random.random() < 0.4:
             stream.hand_over()
-        while stream._ready and random.random() < 0.4:
+        while stream._unread and random.random() < 0.4:
             delta = next(events)
             assert isinstance(delta, Delta)
             assert [one.token_id for one in delta.logprobs] == list(delta.token_ids)
