@@ -217,9 +217,11 @@ class Planner:
         num_sampled = len(sequence.output) + sequence.num_in_flight
         if num_sampled >= request.max_tokens or len(request.prompt) + num_sampled - start != 1:
             return False
-        if not step.has_row or len(request.sequences) > 1:
+        if start < sequence.num_lost or not step.has_row:
             return False
-        if start < sequence.num_lost or request.sampling.prompt_logprobs is not None:
+        if not request.is_followed and (
+            len(request.sequences) > 1 or request.sampling.prompt_logprobs is not None
+        ):
             return False
         lacks_page = start == len(sequence.pages) * self._pool.page_size
         if lacks_page and (step.pages_are_short or not self._pool.num_free):
@@ -229,7 +231,7 @@ class Planner:
             step.num_decoding -= 1
         if self._shares is not None:
             self._shares.count_token(request.tenant)
-        step.add_token(sequence, start, new_pages)
+        step.add_token(sequence, start, num_sampled, new_pages)
         step.num_promised += start + 1 == len(sequence.pages) * self._pool.page_size
         return True
 

@@ -150,12 +150,15 @@ class StepBuilder:
         sequence.num_computed = end
         sequence.num_in_flight += samples
 
-    def add_token(self, sequence: Sequence, start: int, new_pages: tuple[int, ...]) -> None:
+    def add_token(
+        self, sequence: Sequence, start: int, num_sampled: int, new_pages: tuple[int, ...]
+    ) -> None:
         """Plans the next token of a sequence that decodes and moves it on: what `add` does, where
         nothing else is to be thought of. Nearly all calls are this one.
 
         Args:
           start: its tokens that are computed.
+          num_sampled: its output, and what is in flight.
           new_pages: put behind its last; empty where there is a place for one more in those it has.
         """
         request, row = sequence.request, sequence.row
@@ -172,13 +175,13 @@ class StepBuilder:
                 1,
                 None if num_in_flight else sequence.token_ids(start, start + 1),
                 True,
-                len(sequence.output) + num_in_flight,
+                num_sampled,
                 len(request.prompt),
                 new_pages,
                 num_pages_before,
                 (),
                 request.is_masked,
-                request.sampling.logprobs,
+                None if request.is_followed else request.sampling.logprobs,
             )
         )
         self._tokens_left -= 1
