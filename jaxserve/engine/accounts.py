@@ -1,7 +1,7 @@
 """What is counted, logged and traced of each request: at its start, its tokens, its end."""
 
-import itertools
 import logging
+from collections.abc import Mapping
 
 from jaxserve.engine.live_choice import LiveChoice
 from jaxserve.engine.live_request import LiveRequest, Outcome, outcome_label
@@ -40,20 +40,24 @@ class Accounts:
         self._metrics.ttft_seconds.observe(now_s - live.request.arrival_s)
         self.add_prompt(live, now_s)
 
-    def add_token(self) -> None:
-        """A token was put into its stream, or will be by then; counted by `flush_tokens`. The
-        scheduler counts those that the engine is not told of."""
-        self._num_tokens += 1
+    def add_token(self, choice: LiveChoice) -> None:
+        """A choice's last token was put into its stream. It is counted by `flush_tokens`, many at
+        once."""
+        if len(choice.output_s) == 1:
+            self._num_tokens += 1
+        else:
+            before_s, now_s = choice.output_s[-2:]
+            self.add_gaps({now_s - before_s: 1})
 
-    def add_gaps(self, choice: LiveChoice, number: int) -> None:
-        """The last so many tokens of a choice were put into its stream: the gaps before them are
-        counted by `flush_tokens`."""
-        gaps, last = self._gaps, choice.num_output
-        for before_s, now_s in itertools.pairwise(
-            choice.output_s[max(last - number - 1, 0) : last]
-        ):
-            gap_s = now_s - before_s
-            gaps[gap_s] = gaps.get(gap_s, 0) + 1
+    def add_gaps(self, gaps: Mapping[float, int]) -> None:
+        """Tokens came that are in their streams, or are followed.
+
+        Args:
+          gaps: seconds since the token before → how many.
+        """
+        for gap_s, number in gaps.items():
+            self._num_tokens += number
+            self._gaps[gap_s] = self._gaps.get(gap_s, 0) + number
 
     def flush_tokens(self) -> None:
         """Counts the tokens since the last call."""

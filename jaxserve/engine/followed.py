@@ -11,19 +11,15 @@ class Followed:
         self,
         token_ids: list[int],
         ready_s: list[float],
-        *,
-        on_tokens: Callable[[int], None],
         on_slow: Callable[[], None],
     ) -> None:
         """Args:
         ready_s: when each token was on the host; as long as the tokens.
-        on_tokens: told of each number that was taken.
         on_slow: to be called where more is unread than may be. It must not end the stream itself.
         """
         self._token_ids = token_ids
         self._ready_s = ready_s
         self._num_taken = 0
-        self._on_tokens = on_tokens
         self.on_slow = on_slow
 
     @property
@@ -39,5 +35,4 @@ class Followed:
     def take(self) -> tuple[list[int], list[float]]:
         """Returns the tokens since the last call, and when they came."""
         first, self._num_taken = self._num_taken, len(self._token_ids)
-        self._on_tokens(self._num_taken - first)
         return self._token_ids[first:], self._ready_s[first:]

@@ -65,7 +65,7 @@ class LiveChoice:
       constraint: what may be drawn next; None is everything. It has seen each delivered token once.
       output, output_s: the tokens, and when each was on the host; its sequence's own lists, the
         last of which the stream may not have yet.
-      num_output: tokens in the stream.
+      num_output: tokens in the stream; of one that is followed, at its end.
       has_ended: its end is in the stream.
       reason: of that end; None before, and after an error.
     """
@@ -120,13 +120,12 @@ def find_stopped(result: StepResult, choices: Mapping[int, LiveChoice]) -> set[i
     """Returns the sequences that a stop string ends with this step's token.
 
     Args:
-      choices: those that have not ended, by sequence id; all other tokens are surplus.
+      choices: those with stop strings that have not ended, by sequence id.
     """
     stopped = set()
-    for sequence_id, token_id in result.token_ids.items():
-        choice = choices.get(sequence_id)
-        if choice is None or choice.stops is None:
-            continue
-        if choice.match(choice.stops, token_id):
+    for sequence_id, choice in choices.items():
+        token_id = result.token_ids.get(sequence_id)
+        assert choice.stops is not None
+        if token_id is not None and choice.match(choice.stops, token_id):
             stopped.add(sequence_id)
     return stopped

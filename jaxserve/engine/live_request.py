@@ -90,9 +90,11 @@ class LiveRequest:
         text = choice.text_of(update.finish)
         if self.request.is_followed:
             self._put_followed(is_last=update.finish is not None, is_silent=text is not None)
-        elif not self.stream.put(
+        elif self.stream.put(
             token_id, text=text, now_s=now_s, index=choice.index, logprobs=update.logprobs
         ):
+            choice.num_output += 1
+        else:
             return False
         if self.first_token_s is None:
             self.first_token_s = now_s
@@ -100,9 +102,16 @@ class LiveRequest:
 
     def _put_followed(self, *, is_last: bool, is_silent: bool) -> None:
         if is_last:
-            self.stream.catch_up(is_last_silent=is_silent)  # handed over with the end
+            self.catch_up(is_last_silent=is_silent)  # handed over with the end
         else:
             self.stream.hand_over()
+
+    def catch_up(self, *, is_last_silent: bool = False) -> None:
+        """Has the stream take all tokens of a request that is followed: it is to end."""
+        if self.request.is_followed:
+            self.stream.catch_up(is_last_silent=is_last_silent)
+            (choice,) = self.choices
+            choice.num_output = len(choice.output)
 
     def note_prefill(self, *, num_tokens: int, bucket: Bucket) -> None:
         """Accounts a step that computed a part of the prompt."""

@@ -27,7 +27,7 @@ from jaxserve.errors import (
 )
 from jaxserve.metrics import Metrics
 from jaxserve.plan import Runner, StepPlan
-from jaxserve.request import FinishReason, Request
+from jaxserve.request import FinishReason, Request, Sequence
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.settlement import Update
 
@@ -70,6 +70,7 @@ class EngineLoop:
         self._metrics = metrics
         self._clock = clock
         self._by_sequence: dict[int, LiveChoice] = {}
+        self._stopping: dict[int, LiveChoice] = {}  # those of them with stop strings
         self._slow: list[LiveRequest] = []  # their readers are, of those that are followed
         self.waker = Waker()
         self.unread: UnreadTotal[Stream] = UnreadTotal(config.limits.total_buffer_bytes)
@@ -148,6 +149,8 @@ class EngineLoop:
             for sequence in live.request.sequences:
                 choice = self._by_sequence[sequence.id] = live.choices[sequence.choice]
                 choice.output, choice.output_s = sequence.output, sequence.output_s
+                if choice.stops is not None:
+                    self._stopping[sequence.id] = choice
             if live.request.is_followed:
                 self._follow(live, choice)
         for request in aborts:
@@ -193,11 +196,12 @@ class EngineLoop:
     def _retire(self) -> None:
         plan, result = self._in_flight.retire()
         now_s = self._clock()
-        stopped = find_stopped(result, self._by_sequence)
+        stopped = find_stopped(result, self._stopping)
         self._steps.lap("detokenize")
         note_step(plan, result, self._by_sequence)
         for update in self._scheduler.commit(plan, result, stopped, now_s=now_s):
             self._deliver(update, now_s)
+        self.accounts.add_gaps(self._scheduler.followed_gaps)
         self.accounts.flush_tokens()
         self._make_room()
 
@@ -214,7 +218,7 @@ class EngineLoop:
             live.add_prompt_logprobs(update.prompt_logprobs)
         if update.not_finite:
             is_scored = not live.request.max_tokens
-            where = "the prompt" if is_scored else f"output token {choice.num_output}"
+            where = "the prompt" if is_scored else f"output token {len(choice.output)}"
             text = f"the logits of {where} are not finite; report the prompt"
             self._finish(live.request, NumericsError(text))
             return
@@ -226,9 +230,7 @@ class EngineLoop:
                 return
             if is_first:
                 self.accounts.add_first_token(live, now_s)
-            self.accounts.add_token()
-            if not live.request.is_followed:
-                self._note_put(choice, 1)
+            self.accounts.add_token(choice)
         elif update.finish is not None:  # nothing was to come but the prompt's scores
             self.accounts.add_prompt(live, now_s)
         if update.finish is not None:
@@ -246,7 +248,7 @@ class EngineLoop:
         if all(other.has_ended for other in live.choices if other is not choice):
             self._finish(live.request, update.finish, end_s=now_s)
             return
-        del self._by_sequence[update.sequence.id]
+        self._forget(update.sequence)
         self._scheduler.end(update.sequence)
         live.end_choice(choice, update.finish)
 
@@ -254,14 +256,9 @@ class EngineLoop:
         followed = Followed(
             choice.output,
             choice.output_s,
-            on_tokens=functools.partial(self._note_put, choice),
-            on_slow=functools.partial(self._note_slow, live),
+            functools.partial(self._note_slow, live),
         )
         live.stream.follow(followed)
-
-    def _note_put(self, choice: LiveChoice, num_tokens: int) -> None:
-        choice.num_output += num_tokens
-        self.accounts.add_gaps(choice, num_tokens)
 
     def _note_slow(self, live: LiveRequest) -> None:
         self._slow.append(live)
@@ -269,6 +266,10 @@ class EngineLoop:
     def _build_slow(self) -> SlowReaderError:
         limit = self._config.limits.stream_buffer_bytes
         return SlowReaderError(f"more than {limit} bytes of output are unread; read faster")
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._by_sequence.pop(sequence.id, None)
+        self._stopping.pop(sequence.id, None)
 
     def _make_room(self) -> None:
         """Gives up the streams with the most unread while all have too much together."""
@@ -295,10 +296,10 @@ class EngineLoop:
         live = self._intake.remove(request, now_s=now_s)
         if live is None:
             return  # it has ended: an abort that came late
-        live.stream.catch_up()
+        live.catch_up()
         self._quotas.release(request, output_tokens=live.num_output)
         for sequence in request.sequences:
-            self._by_sequence.pop(sequence.id, None)
+            self._forget(sequence)
         if self._intake.state is not EngineState.FAILED:  # a failed engine's pages are nobody's
             self._scheduler.finish(request)
         self.accounts.finish(live, outcome, now_s)

@@ -1,7 +1,7 @@
 """Requests from the queue to their end: what a step is to do, and what came of it."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 from jaxserve.config import SchedulerSection
@@ -266,6 +266,11 @@ class Scheduler:
         updates = self._settlement.settle(plan, result, stopped, now_s=now_s or 0.0)
         self._reuse.retire(plan.step_id)
         return updates
+
+    @property
+    def followed_gaps(self) -> Mapping[float, int]:
+        """See `Settlement`; of the last commit."""
+        return self._settlement.followed_gaps
 
     def update_gauges(self, num_new: int = 0, num_new_tokens: int = 0) -> None:
         """Sets the levels: queue, rows, and bytes of K/V.

@@ -38,6 +38,10 @@ class Update:
 class Settlement:
     """Takes results in, in launch order. Who ends with one is noted as ended, and stays until it is
     given to `Scheduler.end` or `finish`.
+
+    Attributes:
+      followed_gaps: of the last result's tokens that there is no update of: the seconds since the
+        token before it, and how many it is so long.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Settlement:
         self._admission = admission
         self._metrics = metrics
         self._now_s = 0.0
+        self.followed_gaps: dict[float, int] = {}
 
     def settle(
         self, plan: StepPlan, result: StepResult, stopped: Collection[int], *, now_s: float
@@ -67,11 +72,11 @@ class Settlement:
           stopped: ids of sequences whose text ended with this token (a stop string).
           now_s: when the result was read.
         """
-        self._now_s = now_s
+        self._now_s, self.followed_gaps = now_s, {}
         updates: list[Update] = []
         chunks: Collection[Chunk] = plan.chunks
         if not result.not_finite:
-            chunks = self._take_followed(plan.chunks, result)
+            chunks = self._take_followed(plan, result)
         num_surplus, num_useful = 0, len(plan.chunks) - len(chunks)
         is_plain = not result.not_finite and not result.logprobs
         for chunk in chunks:
@@ -98,30 +103,39 @@ class Settlement:
             self._metrics.surplus_tokens.inc(num_surplus)
         return updates
 
-    def _take_followed(self, chunks: Collection[Chunk], result: StepResult) -> list[Chunk]:
+    def _take_followed(self, plan: StepPlan, result: StepResult) -> list[Chunk]:
         """Takes in the tokens of those that are followed and go on; returns all other chunks. It
         does what `_settle_token` would, in less time."""
         others: list[Chunk] = []
         all_live, token_ids, now_s = self._live, result.token_ids, self._now_s
-        for chunk in chunks:
+        page_size = self._pool.page_size
+        before_s, num_same = 0.0, 0
+        for chunk in plan.singles:
             sequence = all_live.get(chunk.sequence_id)
-            if sequence is None or chunk.num_tokens > 1 or not chunk.samples:
+            if sequence is None or not sequence.request.is_followed or not chunk.samples:
                 others.append(chunk)
                 continue
-            request, output = sequence.request, sequence.output
-            if not (request.is_followed and output) or len(output) + 1 >= request.max_tokens:
+            request, output, output_s = sequence.request, sequence.output, sequence.output_s
+            token_id = token_ids[chunk.sequence_id]
+            if not 0 < len(output) < request.max_tokens - 1 or token_id in request.stop_ids:
                 others.append(chunk)
                 continue
-            token_id = token_ids[sequence.id]
-            if token_id in request.stop_ids:
-                others.append(chunk)
-                continue
-            self._publish_token(sequence, chunk.start + 1)
+            if not (chunk.start + 1) % page_size or sequence.num_preemptions:
+                self._publish_token(sequence, chunk.start + 1)
+            if output_s[-1] != before_s:
+                self._note_gaps(before_s, num_same)
+                before_s, num_same = output_s[-1], 0
+            num_same += 1
             sequence.num_in_flight -= 1
             output.append(token_id)
-            sequence.output_s.append(now_s)
-        self._metrics.output_tokens.inc(len(chunks) - len(others))
-        return others
+            output_s.append(now_s)
+        self._note_gaps(before_s, num_same)
+        return others + [*plan.longer]
+
+    def _note_gaps(self, before_s: float, number: int) -> None:
+        if number:
+            gap_s = self._now_s - before_s
+            self.followed_gaps[gap_s] = self.followed_gaps.get(gap_s, 0) + number
 
     def _publish_token(self, sequence: Sequence, end: int) -> None:
         """Does what `_publish` does, where one finite token was computed."""
