@@ -131,7 +131,7 @@ class Stream:
         self._followed = followed
 
     def catch_up(self, *, is_last_silent: bool = False) -> None:
-        """Holds all that has come of who is followed, for the next to be handed over.
+        """Gives the reader all that has come of who is followed.
 
         Args:
           is_last_silent: the last token has no text.
@@ -140,20 +140,18 @@ class Stream:
         if followed is None or not followed.num_ahead:
             return
         token_ids, ready_s = followed.take()
+        undecoded = token_ids[:-1] if is_last_silent else token_ids.copy()
         num_bytes = TOKEN_BYTES * len(token_ids)
         come = Unread(
-            token_ids=token_ids,
-            ready_s=ready_s,
-            undecoded=token_ids[: len(token_ids) - is_last_silent],
-            num_bytes=num_bytes,
+            token_ids=token_ids, ready_s=ready_s, undecoded=undecoded, num_bytes=num_bytes
         )
-        if self._held:
-            self._held[0].add(come)
-        else:
-            self._held[0] = come
-        self._num_held_bytes += num_bytes
         if self._total is not None:
             self._total.note(num_bytes)
+        with self._lock:
+            if (unread := self._unread.setdefault(0, come)) is not come:
+                unread.add(come)
+            self._num_bytes += num_bytes
+            self._wake()
 
     def put(
         self,
@@ -204,17 +202,18 @@ class Stream:
         return True
 
     def hand_over(self) -> None:
-        """Gives the reader what is held back, and what has come of who is followed: it has another
-        turn then."""
-        self.catch_up()
-        if self._held:
-            with self._lock:
-                self._give_held()
-                self._wake()
-        if self._followed is not None:
-            self._waker.rejoin(self, self._followed.last_s)
+        """Gives the reader what is held back, or what has come of who is followed, which has
+        another turn then."""
+        followed = self._followed
+        if followed is not None:
+            self.catch_up()
+            self._waker.rejoin(self, followed.last_s)
             if self._num_bytes > self._max_bytes:
-                self._followed.on_slow()
+                followed.on_slow()
+            return
+        with self._lock:
+            self._give_held()
+            self._wake()
 
     def finish_choice(self, end: ChoiceFinished, *, last_text: str = "") -> None:
         """Adds the end of a choice that is not the last; `last_text` was held back before it."""
@@ -266,10 +265,8 @@ class Stream:
         """Adds what was held back to what is unread: no turn is needed for it any more."""
         self._waker.leave(self)
         for index, held in self._held.items():
-            if (unread := self._unread.get(index)) is not None:
+            if (unread := self._unread.setdefault(index, held)) is not held:
                 unread.add(held)
-            else:
-                self._unread[index] = held
         self._held.clear()
         self._num_bytes += self._num_held_bytes
         self._num_held_bytes = 0
