@@ -64,9 +64,10 @@ class Source:
         decoder: Letters | None = None,
         decoders: Sequence[Decoder | None] | None = None,
         total: UnreadTotal[Stream] | None = None,
+        waker: Waker | None = None,
     ) -> None:
         self.num_cancels = 0
-        self.waker = Waker()
+        self.waker = waker or Waker()
         self.stream = Stream(
             request_id="a",
             prompt_tokens=3,

@@ -86,8 +86,10 @@ class Loop:
         fair_credit_tokens: int = 0,
         prefix_order: bool = False,
         prefix_max_overtakes: int = 8,
+        follows: bool = False,
     ) -> None:
         """Args:
+        follows: whether outputs are read where they grow, of requests that allow it.
         cache: keeps the pages of all requests, under the identity that `add` is given.
         metrics: where the cache counts.
         host_pages: host memory, where the cache has a tier there.
@@ -158,6 +160,8 @@ class Loop:
         self.plans: list[StepPlan] = []
         self.point: Point = "committed"
         self.num_steps = 0
+        self.follows = follows
+        self.num_followed = 0  # tokens that no update told of
         self._num_uncommitted = 0
         self._has_work = False  # of the last plan
         self._in_flight: collections.deque[tuple[StepPlan, FakeInFlight]] = collections.deque()
@@ -327,6 +331,8 @@ class Loop:
         while True:
             self.expire()
             self.refuse()
+            for request in self.live:
+                request.is_followed = self._may_follow(request)
             plan = self.scheduler.schedule(self.now_s)
             self._check_plan(plan)
             self._has_work = plan.has_work
@@ -352,7 +358,12 @@ class Loop:
         stopped = self._match_stops(result)
         self.now_s += self.step_s
         now_s = self.now_s if self.step_s else None
-        for update in self.scheduler.commit(launched, result, stopped, now_s=now_s):
+        updates = self.scheduler.commit(launched, result, stopped, now_s=now_s)
+        self.num_followed += sum(self.scheduler.followed_gaps.values())
+        for request in self.live:
+            if request.is_followed:
+                self.outputs[request][:] = request.sequences[0].output
+        for update in updates:
             self._deliver(update)
         self._num_uncommitted -= 1
         yield "committed"
@@ -424,6 +435,12 @@ class Loop:
             and len(self.choices[request][sequence.choice]) + 1 == self._stop_of(sequence)
         }
 
+    def _may_follow(self, request: Request) -> bool:
+        sampling = request.sampling
+        wants_scores = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        is_plain = not (request.is_masked or wants_scores or request in self.stops_at)
+        return self.follows and is_plain and sampling.num_choices == 1
+
     def _stop_of(self, sequence: Sequence) -> int | None:
         stops_at = self.stops_at.get(sequence.request)
         return None if stops_at is None else stops_at + sequence.choice
@@ -436,7 +453,7 @@ class Loop:
         if update.not_finite:
             self.finish(request, "not_finite")
             return
-        if update.token_id is not None:
+        if update.token_id is not None and not request.is_followed:
             self.choices[request][sequence.choice].append(update.token_id)
         if update.logprobs:
             self.logprobs[sequence].append(update.logprobs)

@@ -18,7 +18,8 @@ from jaxserve.metrics import Metrics
 from jaxserve.scheduler.host_tier import HostTier
 from jaxserve.scheduler.prefix_cache import PrefixCache
 from tests.fake_host_pages import FakeHostPages
-from tests.scheduler.loop import IDENTITY
+from tests.scheduler import test_random_operations
+from tests.scheduler.loop import GREEDY, IDENTITY
 from tests.scheduler.test_random_operations import Round, play_round
 
 NUM_SHARDS: Final = 4
@@ -167,6 +168,36 @@ def test_outputs_are_those_of_an_engine_without_a_cache(shard: int) -> None:
         assert all(request.num_cached < len(request.prompt) for request in played.loop.outputs)
     num_kinds = len((+ran).keys() - RARE)
     assert num_kinds == NUM_KINDS - len(RARE), f"something never happened, the test is weak: {ran}"
+
+
+class FollowedRound(CachedRound):
+    """With outputs that are read where they grow."""
+
+    def draw_options(self) -> dict[str, object]:
+        return super().draw_options() | {"follows": True}
+
+
+def kept_pages(played: Round) -> set[tuple[object, ...]]:
+    """Returns what the pool keeps at the end."""
+    cache = played.loop.cache
+    assert cache is not None
+    return {
+        (node.identity, *(page.token_ids for page in node.path()), node.is_proven) for node in cache
+    }
+
+
+def test_of_who_is_followed_the_same_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_random_operations, "draw_sampling", lambda rng: GREEDY)
+    num_followed = num_kept = 0
+    for seed in range(40):
+        told = play_round(seed, OPERATIONS_A_ROUND, kind=CachedRound)
+        followed = play_round(seed, OPERATIONS_A_ROUND, kind=FollowedRound)
+        assert followed.loop.plans == told.loop.plans, f"seed {seed}"
+        assert kept_pages(followed) == kept_pages(told), f"seed {seed}"
+        num_followed += followed.loop.num_followed
+        num_kept += len(kept_pages(told))
+    assert num_followed > 1_500
+    assert num_kept > 100
 
 
 @pytest.mark.parametrize("name", ["weights", "adapter", "adapter_generation"])

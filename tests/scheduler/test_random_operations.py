@@ -214,6 +214,32 @@ def test_random_operations_lose_no_page_and_change_no_output(shard: int) -> None
     assert len(+ran) == 19, f"something never happened, the test is weak: {ran}"
 
 
+class Followed(Round):
+    """With outputs that are read where they grow."""
+
+    @override
+    def draw_options(self) -> dict[str, object]:
+        return super().draw_options() | {"follows": True}
+
+
+def test_who_is_followed_gets_what_all_others_get() -> None:
+    """The same plans, outputs, ends and pages kept, and of most tokens no update."""
+    num_followed = num_tokens = 0
+    for seed in range(40):
+        told, followed = play_round(seed).loop, play_round(seed, kind=Followed).loop
+        assert followed.plans == told.plans, f"seed {seed}"
+        for loop in (told, followed):
+            value = loop.metrics.value
+            assert list(loop.outputs.values()) == list(told.outputs.values()), f"seed {seed}"
+            assert list(loop.outcomes.values()) == list(told.outcomes.values()), f"seed {seed}"
+            assert value("surplus_tokens_total") == told.metrics.value("surplus_tokens_total")
+            assert value("useful_rows_total") == told.metrics.value("useful_rows_total")
+        assert told.num_followed == 0
+        num_followed += followed.num_followed
+        num_tokens += sum(map(len, followed.outputs.values()))
+    assert 0.2 * num_tokens < num_followed < num_tokens
+
+
 class SmallPages(Round):
     """With tables that grow at nearly each token, and as many tokens in the pool as ever."""
 
