@@ -130,7 +130,7 @@ class Settlement:
             output.append(token_id)
             output_s.append(now_s)
         self._note_gaps(before_s, num_same)
-        return others + [*plan.longer]
+        return [*others, *plan.longer]
 
     def _note_gaps(self, before_s: float, number: int) -> None:
         if number:
