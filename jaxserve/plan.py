@@ -204,9 +204,14 @@ class StepPlan:
         return len(self.singles) + sum(chunk.num_tokens for chunk in self.longer)
 
     @functools.cached_property
+    def masked(self) -> tuple[Chunk, ...]:
+        """Those that sample under masks."""
+        return tuple([chunk for chunk in self.chunks if chunk.is_masked and chunk.samples])
+
+    @property
     def needs_masks(self) -> bool:
         """Whether the output waits for `InFlight.launch_output`."""
-        return any(chunk.is_masked and chunk.samples for chunk in self.chunks)
+        return bool(self.masked)
 
 
 @dataclasses.dataclass(slots=True, frozen=True, order=True, kw_only=True)

@@ -12,7 +12,7 @@ from jaxserve.engine.unread import UnreadTotal
 from jaxserve.engine.waker import Waker
 from jaxserve.errors import DeadlineError, JaxserveError
 from jaxserve.metrics import error_label
-from jaxserve.plan import Bucket, StepPlan, StepResult, TokenLogprobs
+from jaxserve.plan import Bucket, Chunk, StepPlan, StepResult, TokenLogprobs
 from jaxserve.request import FinishReason, Request, RequestEnd
 from jaxserve.scheduler.settlement import Update
 from jaxserve.text.constraints import Constraint
@@ -282,9 +282,9 @@ def note_step(plan: StepPlan, result: StepResult, choices: Mapping[int, LiveChoi
     Args:
       choices: those that have not ended, by sequence id.
     """
-    chunks = plan.chunks
+    chunks: Sequence[Chunk] = plan.chunks
     if not result.compile_s:  # nothing to note of those behind their prompts
-        chunks = tuple(chunk for chunk in chunks if chunk.start < chunk.prompt_len)
+        chunks = [chunk for chunk in chunks if chunk.start < chunk.prompt_len]
     found = (choices.get(chunk.sequence_id) for chunk in chunks)
     for live in dict.fromkeys(choice.live for choice in found if choice is not None):
         live.compile_s += result.compile_s

@@ -39,8 +39,7 @@ def fill_masks(plan: StepPlan, choices: Mapping[int, LiveChoice]) -> StepMasks:
 
 
 def _find_masked(plan: StepPlan) -> Iterator[int]:
-    for chunk in plan.chunks:
-        if chunk.is_masked and chunk.samples:
-            yield chunk.sequence_id
-            for fork in chunk.forks:
-                yield fork.sequence_id
+    for chunk in plan.masked:
+        yield chunk.sequence_id
+        for fork in chunk.forks:
+            yield fork.sequence_id

@@ -120,7 +120,8 @@ def find_sampled_rows(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> Sampl
     places += [t + c.num_tokens - 1 for c, _, t in _lay_out_longer(plan, bucket, spec.chunk_tile)]
     chunks: Sequence[Chunk] = plan.chunks
     choices: Sequence[Chunk | Fork] = chunks
-    if any(chunk.forks or not chunk.samples for chunk in chunks):
+    uneven = [chunk for chunk in chunks if chunk.forks or not chunk.samples]
+    if uneven:
         chunks, choices, places = _spread(chunks, places)
     return SampledRows(
         sequence_ids=[choice.sequence_id for choice in choices],

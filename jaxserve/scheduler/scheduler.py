@@ -285,7 +285,7 @@ class Scheduler:
         metrics.requests_waiting.set(self._live.num_requests - num_running + num_new)
         metrics.waiting_tokens.set(self.waiting_tokens + num_new_tokens)
         metrics.kv_usage.set(1 - pool.num_free / pool.num_usable)
-        num_used = sum(sequence.num_computed for sequence in self._running)
+        num_used = sum([sequence.num_computed for sequence in self._running])
         reserved = pool.num_held * self._page_bytes
         used = (num_used - pool.num_repeated_tokens) * self._page_bytes / pool.page_size
         metrics.kv_reserved_bytes.set(reserved)

@@ -46,13 +46,8 @@ class StepWork(NamedTuple):
 
 def measure_work(plan: StepPlan) -> StepWork:
     """Returns the K/V that a plan's attention reads."""
-    longest = total = 0
-    for chunk in plan.chunks:
-        kv_len = chunk.start + chunk.num_tokens
-        total += kv_len
-        if kv_len > longest:
-            longest = kv_len
-    return StepWork(longest, total)
+    kv_lens = [chunk.start + chunk.num_tokens for chunk in plan.chunks]
+    return StepWork(max(kv_lens, default=0), sum(kv_lens))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
