@@ -20,7 +20,12 @@ from jaxserve.model.config import ModelConfig
 from jaxserve.model.packing import product_sizes
 from jaxserve.runner.device import Device
 from jaxserve.runner.launch_table import AttentionCall, read_launch_table
-from jaxserve.runner.native_build import NativeUnavailableError, load_native
+from jaxserve.runner.native_build import (
+    PRODUCTS,
+    NativeUnavailableError,
+    attention_library,
+    load_native,
+)
 from jaxserve.runner.spec import DtypeName, KvDtypeName
 
 logger = logging.getLogger(__name__)
@@ -53,9 +58,12 @@ def choose_kernels(
     # Compiling takes seconds: what cannot be used anyway is not built.
     wants_attention = attention in ("auto", "native") and not attention_problem
     wants_matmul = matmul in ("auto", "native") and not matmul_problem
-    if wants_attention or wants_matmul:
+    wanted = [attention_library(kv_dtype)] if wants_attention else []
+    if wants_matmul:
+        wanted.append(PRODUCTS)
+    if wanted:
         try:
-            load_native(cache_dir or default_cache_dir())
+            load_native(cache_dir or default_cache_dir(), wanted)
         except NativeUnavailableError as error:
             attention_problem = attention_problem or str(error)
             matmul_problem = matmul_problem or str(error)

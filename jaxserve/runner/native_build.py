@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import hashlib
 import importlib.util
 import logging
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -21,24 +22,51 @@ import jax
 
 from jaxserve.config import read_cxx
 from jaxserve.errors import JaxserveError
+from jaxserve.kernels.paged_attention.native import POOL_DTYPES, target_of
 
 logger = logging.getLogger(__name__)
 
 HERE: Final = Path(__file__).parents[1] / "kernels" / "native"
-# Those of a group are compiled as one: of a small one the headers of XLA are most of the work.
-SOURCES: Final = (
-    ("attention.cc",),
-    ("attention_bytes.cc",),
-    ("dot.cc", "gated.cc", "norm.cc", "rotate_write.cc"),
-)
-TARGETS: Final = (
-    "jaxserve_paged_attention",
-    "jaxserve_dot",
-    "jaxserve_dot_add",
-    "jaxserve_gated",
-    "jaxserve_norm",
-    "jaxserve_rotate_write",
-)
+
+
+@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+class Library:
+    """What is compiled as one file, because the headers of XLA are most of a small one's work.
+
+    Attributes:
+      sources: files in `HERE`.
+      targets: the functions in them that XLA calls, by the names that it knows them by.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+def attention_library(pool_dtype: str) -> str:
+    """Returns the name in `LIBRARIES` of attention over a pool of one of `POOL_DTYPES`."""
+    return f"attention_{pool_dtype}"
+
+
+PRODUCTS: Final = "products"  # and what stands between them
+LIBRARIES: Final[Mapping[str, Library]] = {
+    PRODUCTS: Library(
+        sources=("dot.cc", "gated.cc", "norm.cc", "rotate_write.cc", "team.cc"),
+        targets=(
+            "jaxserve_dot",
+            "jaxserve_dot_add",
+            "jaxserve_gated",
+            "jaxserve_norm",
+            "jaxserve_rotate_write",
+        ),
+    ),
+    **{
+        attention_library(dtype): Library(
+            sources=(f"{attention_library(dtype)}.cc", "team.cc"), targets=(target_of(dtype),)
+        )
+        for dtype in POOL_DTYPES
+    },
+}
+TARGETS: Final = tuple(target for library in LIBRARIES.values() for target in library.targets)
 FLAGS: Final = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-fno-exceptions", "-w")
 COMPILERS: Final = ("c++", "g++", "clang++")
 TIMEOUT_S: Final = 300.0  # of compiling
@@ -48,27 +76,29 @@ _DIGEST_BYTES: Final = hashlib.sha256().digest_size
 _FOLDER_PREFIX: Final = "jaxserve-native-"
 _DAY_S: Final = 24 * 3600
 
-_loaded: list[ctypes.CDLL] = []  # a process registers its functions once
+_loaded: dict[str, ctypes.CDLL] = {}  # by name; a process registers a function once
 
 
 class NativeUnavailableError(JaxserveError):
     """There are no native kernels here; says why, and what would help."""
 
 
-def load_native(cache_dir: Path | None) -> None:
-    """Has XLA know the native kernels; compiles them where this machine has not done so yet.
+def load_native(cache_dir: Path | None, names: Collection[str]) -> None:
+    """Has XLA know some native kernels; compiles those that this machine has not compiled yet.
 
-    The library is kept in `cache_dir`, by a digest of the sources, jaxlib's headers, and what the
+    A library is kept in `cache_dir`, by a digest of its sources, jaxlib's headers, and what the
     compiler says of itself and of this machine. It ends with a digest of itself: what is kept is
     never run unchecked.
 
     Args:
       cache_dir: None compiles each time.
+      names: those of `LIBRARIES` that are wanted; what the process has loaded already stays.
 
     Raises:
       NativeUnavailableError: no compiler, or it fails; also where $CXX cannot be found.
     """
-    if _loaded:
+    missing = [name for name in names if name not in _loaded]
+    if not missing:
         return
     compiler = find_compiler()
     if compiler is None:
@@ -76,8 +106,9 @@ def load_native(cache_dir: Path | None) -> None:
             "there is no C++ compiler: install one (c++, g++ or clang++ on PATH, or $CXX), or "
             "jaxserve[ffi], which brings one"
         )
-    path = None if cache_dir is None else cache_dir / f"native-{_digest(compiler)}.so"
-    if path is not None and _load_kept(path):
+    paths = {} if cache_dir is None else _paths(cache_dir, compiler, missing)
+    missing = [name for name in missing if name not in paths or not _load_kept(name, paths[name])]
+    if not missing:
         return
     _remove_leftovers(cache_dir)
     try:
@@ -85,37 +116,35 @@ def load_native(cache_dir: Path | None) -> None:
     except OSError as error:
         raise NativeUnavailableError(f"there is no folder to compile in: {error}") from error
     with folder:
-        began_s = time.monotonic()
-        logger.info(
-            "native kernels are being built compiler=%s timeout_s=%.0f",
-            " ".join(compiler),
-            TIMEOUT_S,
-        )
-        built = _build(compiler, Path(folder.name))
-        try:
-            _register(built)
-        except NativeUnavailableError as error:
-            raise NativeUnavailableError(f"what {' '.join(compiler)} made: {error}") from error
-        logger.info("native kernels built seconds=%.1f", time.monotonic() - began_s)
-        if path is not None:
-            _keep(built, path)
+        for name, built in _build(compiler, Path(folder.name), missing).items():
+            if name in paths:
+                _keep(built, paths[name])
 
 
-def _build(compiler: tuple[str, ...], folder: Path) -> Path:
-    """Returns a library of all sources, whose groups are compiled side by side."""
+def _build(compiler: tuple[str, ...], folder: Path, names: Collection[str]) -> dict[str, Path]:
+    """Returns libraries, compiled side by side, that XLA knows now."""
+    began_s = time.monotonic()
+    command = " ".join(compiler)
+    logger.info("native kernels are being built compiler=%s timeout_s=%.0f", command, TIMEOUT_S)
+    with ThreadPoolExecutor(len(names)) as pool:
+        paths = pool.map(lambda name: _compile(compiler, folder, name), names)
+        built = dict(zip(names, paths, strict=True))
+    try:
+        for name, path in built.items():
+            _register(name, path)
+    except NativeUnavailableError as error:
+        raise NativeUnavailableError(f"what {command} made: {error}") from error
+    logger.info("native kernels built seconds=%.1f", time.monotonic() - began_s)
+    return built
+
+
+def _compile(compiler: tuple[str, ...], folder: Path, name: str) -> Path:
+    source, built = folder / f"{name}.cc", folder / f"{name}.so"
+    source.write_text("".join(f'#include "{HERE / file}"\n' for file in LIBRARIES[name].sources))
     include = f"-I{jax.ffi.include_dir()}"
-
-    def compile_group(names: tuple[str, ...]) -> str:
-        source, compiled = folder / f"of_{names[0]}", folder / f"{names[0]}.o"
-        source.write_text("".join(f'#include "{HERE / name}"\n' for name in names))
-        command = [*compiler, *FLAGS, include, "-c", str(source), "-o", str(compiled)]
-        _run(command, timeout_s=TIMEOUT_S)
-        return str(compiled)
-
-    with ThreadPoolExecutor(len(SOURCES)) as pool:
-        objects = list(pool.map(compile_group, SOURCES))
-    built = folder / "native.so"
-    _run([*compiler, *FLAGS, "-shared", *objects, "-o", str(built)], timeout_s=TIMEOUT_S)
+    _run(
+        [*compiler, *FLAGS, include, "-shared", str(source), "-o", str(built)], timeout_s=TIMEOUT_S
+    )
     return built
 
 
@@ -142,17 +171,23 @@ def find_compiler() -> tuple[str, ...] | None:
     return None
 
 
-def _digest(compiler: tuple[str, ...]) -> str:
+def _paths(cache_dir: Path, compiler: tuple[str, ...], names: Collection[str]) -> dict[str, Path]:
+    """Returns where libraries are kept."""
     # What the compiler predefines tells its version and this machine's instructions.
     probe = [*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull]
     macros = _run(probe, timeout_s=PROBE_TIMEOUT_S)
-    headers = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api"
-    hashed = hashlib.sha256(macros + b"\0".join(word.encode() for word in (*compiler, *FLAGS)))
-    sources = [HERE / name for group in SOURCES for name in group]
-    files = [*headers.glob("*.h"), *HERE.glob("*.h"), *sources]
-    for path in sorted(files):
-        hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return hashed.hexdigest()[:16]
+    words = b"\0".join(word.encode() for word in (*compiler, *FLAGS))
+    headers = [
+        *(Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api").glob("*.h"),
+        *HERE.glob("*.h"),
+    ]
+    paths = {}
+    for name in names:
+        hashed = hashlib.sha256(macros + words)
+        for path in sorted([*headers, *(HERE / file for file in LIBRARIES[name].sources)]):
+            hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        paths[name] = cache_dir / f"native-{name}-{hashed.hexdigest()[:16]}.so"
+    return paths
 
 
 def _run(command: Sequence[str], *, timeout_s: float) -> bytes:
@@ -170,7 +205,7 @@ def _run(command: Sequence[str], *, timeout_s: float) -> bytes:
     return done.stdout
 
 
-def _load_kept(path: Path) -> bool:
+def _load_kept(name: str, path: Path) -> bool:
     """Returns whether a library was kept, whole, and is loaded now."""
     try:
         kept = path.read_bytes()
@@ -179,7 +214,7 @@ def _load_kept(path: Path) -> bool:
     try:
         if hashlib.sha256(kept[:-_DIGEST_BYTES]).digest() != kept[-_DIGEST_BYTES:]:
             raise NativeUnavailableError(f"{path} is damaged")
-        _register(path)
+        _register(name, path)
     except NativeUnavailableError as error:
         logger.warning("native kernels are built again error=%s", error)
         return False
@@ -213,12 +248,16 @@ def _remove_leftovers(cache_dir: Path | None) -> None:
                 file.unlink(missing_ok=True)
 
 
-def _register(path: Path) -> None:
+def _register(name: str, path: Path) -> None:
+    targets = LIBRARIES[name].targets
     try:
         library = ctypes.CDLL(str(path))
-        functions = [getattr(library, name) for name in TARGETS]
+        functions = [getattr(library, target) for target in targets]
+        join_team = library.jaxserve_join_team
     except (OSError, AttributeError) as error:
         raise NativeUnavailableError(f"{path} cannot be loaded: {error}") from error
-    for name, function in zip(TARGETS, functions, strict=True):
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
-    _loaded.append(library)
+    if _loaded:  # two teams of threads would keep each other from the cores
+        join_team(next(iter(_loaded.values())).jaxserve_get_team)
+    for target, function in zip(targets, functions, strict=True):
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
+    _loaded[name] = library

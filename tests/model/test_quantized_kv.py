@@ -13,7 +13,7 @@ from jaxserve.kernels.paged_attention import Impl, paged_attention
 from jaxserve.kernels.pool import LARGEST, QuantizedPool, empty_pool, split_pool
 from jaxserve.model.layers import write_kv
 from jaxserve.model.params import Params, init_params
-from jaxserve.runner.native_build import load_native
+from jaxserve.runner.native_build import attention_library, load_native
 from tests.model import paged
 from tests.model.paged import PAGE, T1, PagedModel, Piece, build_batch, run_in_chunks
 from tests.oracle import oracle_attention, oracle_logits
@@ -44,7 +44,7 @@ def error_of(got: np.ndarray, wanted: np.ndarray) -> float:
 @on_both
 def test_logits_stay_near_the_oracles(kv_dtype: str, attention: Impl) -> None:
     if attention == "native":
-        load_native(default_cache_dir())
+        load_native(default_cache_dir(), [attention_library(kv_dtype)])
     params = make_params()
     model = PagedModel(params, T1, kv_dtype=kv_dtype, kernels=Kernels(attention=attention))
     got = run_in_chunks(model, IDS, chunks=[12, 1, 10], pages=PAGES)

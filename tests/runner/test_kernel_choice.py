@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -27,11 +28,15 @@ H200 = Device(platform="gpu", kind="NVIDIA H200", compute_capability="9.0")
 
 
 @pytest.fixture(autouse=True)
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A machine with a compiler; returns the cache folders it was asked to load from."""
-    folders: list[object] = []
-    monkeypatch.setattr(kernel_choice, "load_native", folders.append)
-    return folders
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """A machine with a compiler; returns the libraries it was asked to load."""
+    loads: list[list[str]] = []
+
+    def load(cache_dir: Path, names: list[str]) -> None:
+        loads.append(names)
+
+    monkeypatch.setattr(kernel_choice, "load_native", load)
+    return loads
 
 
 def choose(
@@ -52,21 +57,24 @@ def choose(
 
 
 def test_auto_is_native_where_all_is_there(
-    loads: list[object], caplog: pytest.LogCaptureFixture
+    loads: list[list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     assert choose() == NATIVE
-    assert len(loads) == 1
+    assert loads == [["attention_bfloat16", "products"]]
     assert "kernels attention=native matmul=native sampling=candidates" in caplog.text
     assert "reason" not in caplog.text
 
 
-def test_what_is_asked_for_is_taken(loads: list[object]) -> None:
+def test_what_is_asked_for_is_taken(loads: list[list[str]]) -> None:
     assert choose(attention="xla", matmul="xla") == Kernels()
     assert choose(attention="reference", matmul="xla") == Kernels(attention="reference")
     assert loads == []  # and nothing is compiled that nobody wants
     assert choose(attention="native", matmul="native") == NATIVE
+    loads.clear()
     assert choose(attention="xla", matmul="native") == Kernels(matmul="native")
+    assert choose(attention="native", matmul="xla") == Kernels(attention="native")
+    assert loads == [["products"], ["attention_bfloat16"]]
 
 
 def test_filters_are_found_in_passes_on_a_gpu_and_as_the_configuration_says() -> None:
@@ -113,17 +121,18 @@ def test_attention_of_an_odd_head_is_xla_and_says_why(
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
 def test_attention_of_a_pool_of_one_byte_is_native_too(
-    kv_dtype: KvDtypeName, caplog: pytest.LogCaptureFixture
+    kv_dtype: KvDtypeName, loads: list[list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     for attention in ("auto", "native"):
         assert choose(kv_dtype=kv_dtype, attention=attention) == NATIVE
+        assert loads.pop() == [f"attention_{kv_dtype}", "products"]
     assert "reason" not in caplog.text
     assert choose(kv_dtype=kv_dtype, device=H200, attention="triton").attention == "triton"
 
 
 def test_on_a_gpu_nothing_native_is_built_nor_asked_for_in_silence(
-    loads: list[object], caplog: pytest.LogCaptureFixture
+    loads: list[list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     assert choose(device=H200) == Kernels(sampling="passes")
@@ -137,7 +146,7 @@ def test_on_a_gpu_nothing_native_is_built_nor_asked_for_in_silence(
 def test_without_a_compiler_auto_is_xla_and_native_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(folder: object) -> None:
+    def fail(cache_dir: Path, names: list[str]) -> None:
         raise NativeUnavailableError("there is no C++ compiler: install one")
 
     monkeypatch.setattr(kernel_choice, "load_native", fail)

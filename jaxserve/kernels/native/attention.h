@@ -325,8 +325,4 @@ void attend_pool(const Call& call, const Arrays& arrays) {
                            : attend_queries<BFloat16, KV>(call, arrays);
 }
 
-// Compiled by themselves, in attention_bytes.cc.
-void attend_int8(const Call& call, const Arrays& arrays);
-void attend_float8(const Call& call, const Arrays& arrays);
-
 }  // namespace jaxserve::attention

@@ -26,17 +26,15 @@ inline void pause_briefly() {
 #endif
 }
 
-// As many threads as there are cores for this process, the caller of `run` being one of them.
-class Team {
+// As many threads as there are cores for this process, the caller of `run` being one of them. All
+// libraries of a process have one team: several would keep each other from the cores. It is hidden
+// because whether they would share it by its name differs from compiler to compiler.
+class __attribute__((visibility("hidden"))) Team {
  public:
-  static Team& get() {
-    // Never ends: its threads may be at work when the process does. They are not there in a fork.
-    static Team* team = [] {
-      pthread_atfork(nullptr, nullptr, [] { get().num_workers_ = 0; });
-      return new Team;
-    }();
-    return *team;
-  }
+  static Team& get() { return get_(); }
+
+  // Has this library work with another one's team; comes before its first call.
+  static void join(Team& (*get)()) { get_ = get; }
 
   int64_t num_threads() const { return num_workers_ + 1; }
 
@@ -68,6 +66,15 @@ class Team {
 
  private:
   static constexpr auto kAwake = std::chrono::microseconds(100);
+
+  static Team& get_own() {
+    // Never ends: its threads may be at work when the process does. They are not there in a fork.
+    static Team* team = [] {
+      pthread_atfork(nullptr, nullptr, [] { get_own().num_workers_ = 0; });
+      return new Team;
+    }();
+    return *team;
+  }
 
   Team() : num_workers_(count_cores() - 1) {
     for (int64_t worker = 0; worker < num_workers_; ++worker) {
@@ -131,6 +138,8 @@ class Team {
       }
     }
   }
+
+  static inline Team& (*get_)() = get_own;
 
   int64_t num_workers_;
   std::atomic<bool> is_taken_{false};

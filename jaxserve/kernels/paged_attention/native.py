@@ -1,4 +1,4 @@
-"""`paged_attention` in C++ for a CPU (`kernels/native/attention.cc`)."""
+"""`paged_attention` in C++ for a CPU (`kernels/native/attention_call.h`)."""
 
 from typing import Final
 
@@ -8,6 +8,8 @@ import numpy as np
 from jaxserve.errors import ShapeError
 from jaxserve.kernels.pool import Pool, split_pool
 
+# Each has a function of its own, so that a start compiles what its pool wants and no more.
+POOL_DTYPES: Final = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 HEAD_MULTIPLE: Final = 16
 MAX_HEAD_DIM: Final = 512
 
@@ -29,13 +31,16 @@ def attend(
     threads at work on both, as `api.paged_attention` has them. `load_native` comes first.
 
     Raises:
-      ShapeError: see `find_attention_problem`.
+      ShapeError: see `find_attention_problem`; the pool is of no dtype that is read here.
     """
     if problem := find_attention_problem(q_TNH.shape[-1]):
         raise ShapeError(f"native: {problem}")
+    if kv_C2KRH.dtype.name not in POOL_DTYPES:
+        allowed = ", ".join(POOL_DTYPES)
+        raise ShapeError(f"native: the pool is {kv_C2KRH.dtype}, not one of {allowed}")
     stored_C2KRH, scales_C2KR = split_pool(kv_C2KRH)
     call = jax.ffi.ffi_call(
-        "jaxserve_paged_attention", jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)
+        target_of(kv_C2KRH.dtype.name), jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)
     )
     out_TNH: jax.Array = call(
         q_TNH,
@@ -51,6 +56,11 @@ def attend(
         soft_cap=np.float32(soft_cap or 0.0),
     )
     return out_TNH
+
+
+def target_of(pool_dtype: str) -> str:
+    """Returns the name by which XLA knows the function of a pool of one of `POOL_DTYPES`."""
+    return f"jaxserve_paged_attention_{pool_dtype}"
 
 
 def find_attention_problem(head_dim: int) -> str | None:

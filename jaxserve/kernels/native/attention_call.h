@@ -1,18 +1,31 @@
-// The call of paged_attention: what it is given is checked, and computed as attention.h says.
+// The call of paged_attention with a pool of one dtype, in a library of its own: what it is given is
+// checked, and computed as attention.h says.
+
+#pragma once
 
 #include "attention.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxserve::attention {
-namespace {
 
 namespace ffi = xla::ffi;
 
-ffi::Error Attention(ffi::AnyBuffer q_TNH, ffi::AnyBuffer kv_C2KRH,
-                     ffi::Buffer<ffi::S32> page_table_XP, ffi::Buffer<ffi::S32> q_starts_X,
-                     ffi::Buffer<ffi::S32> q_lens_X, ffi::RemainingArgs scales_C2KR,
-                     ffi::Result<ffi::AnyBuffer> out_TNH, int64_t num_single_rows, int64_t tile,
-                     float scale, int64_t window, float soft_cap) {
+// What XLA is told of a pool's numbers; of float8_e4m3fn the bits, as in kernels/pool.py.
+template <typename KV>
+constexpr ffi::DataType kStored = ffi::F32;
+template <>
+inline constexpr ffi::DataType kStored<BFloat16> = ffi::BF16;
+template <>
+inline constexpr ffi::DataType kStored<int8_t> = ffi::S8;
+template <>
+inline constexpr ffi::DataType kStored<Float8> = ffi::U8;
+
+template <typename KV>
+ffi::Error Attend(ffi::AnyBuffer q_TNH, ffi::AnyBuffer kv_C2KRH,
+                  ffi::Buffer<ffi::S32> page_table_XP, ffi::Buffer<ffi::S32> q_starts_X,
+                  ffi::Buffer<ffi::S32> q_lens_X, ffi::RemainingArgs scales_C2KR,
+                  ffi::Result<ffi::AnyBuffer> out_TNH, int64_t num_single_rows, int64_t tile,
+                  float scale, int64_t window, float soft_cap) {
   const auto q = q_TNH.dimensions(), kv = kv_C2KRH.dimensions();
   const int64_t X = q_lens_X.element_count();
   if (q.size() != 3 || kv.size() != 5 || kv[4] != q[2] || q[1] % kv[2] || num_single_rows > X ||
@@ -20,17 +33,19 @@ ffi::Error Attention(ffi::AnyBuffer q_TNH, ffi::AnyBuffer kv_C2KRH,
       page_table_XP.dimensions().size() != 2 || page_table_XP.dimensions()[0] != X) {
     return ffi::Error::InvalidArgument("the sizes of the queries, their rows and the pool do not fit");
   }
-  const ffi::DataType q_type = q_TNH.element_type(), kv_type = kv_C2KRH.element_type();
-  const bool has_scales = kv_type == ffi::S8 || kv_type == ffi::U8;
+  if (kv_C2KRH.element_type() != kStored<KV>) {
+    return ffi::Error::InvalidArgument(
+        "the pool is of another dtype than this function's name says; call the one of its dtype");
+  }
   const float* scales = nullptr;
-  if (has_scales) {
+  if constexpr (kHasScales<KV>) {
     const auto given = scales_C2KR.get<ffi::Buffer<ffi::F32>>(0);
     if (!given.has_value() || given->element_count() * kv[4] != kv_C2KRH.element_count()) {
       return ffi::Error::InvalidArgument("a pool of one byte wants a float32 scale for each head");
     }
     scales = given->typed_data();
   }
-  if (scales_C2KR.size() != has_scales) {
+  if (scales_C2KR.size() != kHasScales<KV>) {
     return ffi::Error::InvalidArgument("scales belong to a pool of one byte, and only to that");
   }
   const Call call{.scales_C2KR = scales,
@@ -52,6 +67,7 @@ ffi::Error Attention(ffi::AnyBuffer q_TNH, ffi::AnyBuffer kv_C2KRH,
   if (call.H % kLanes || call.H > kMaxHeadDim) {
     return ffi::Error::InvalidArgument("the head size is no multiple of 16, or above 512");
   }
+  const ffi::DataType q_type = q_TNH.element_type();
   if (q_type != ffi::F32 && q_type != ffi::BF16) {
     return ffi::Error::InvalidArgument("the queries are neither float32 nor bfloat16");
   }
@@ -59,30 +75,24 @@ ffi::Error Attention(ffi::AnyBuffer q_TNH, ffi::AnyBuffer kv_C2KRH,
                       .q_TNH = q_TNH.untyped_data(),
                       .kv_C2KRH = kv_C2KRH.untyped_data(),
                       .out_TNH = out_TNH->untyped_data()};
-  switch (kv_type) {
-    case ffi::F32: attend_pool<float>(call, arrays); break;
-    case ffi::BF16: attend_pool<BFloat16>(call, arrays); break;
-    case ffi::S8: attend_int8(call, arrays); break;
-    case ffi::U8: attend_float8(call, arrays); break;
-    default: return ffi::Error::InvalidArgument("the pool is of no dtype that is read here");
-  }
+  attend_pool<KV>(call, arrays);
   return ffi::Error::Success();
 }
 
-}  // namespace
-}  // namespace jaxserve::attention
+inline auto bind() {
+  return ffi::Ffi::Bind()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::Buffer<ffi::S32>>()
+      .Arg<ffi::Buffer<ffi::S32>>()
+      .Arg<ffi::Buffer<ffi::S32>>()
+      .RemainingArgs()
+      .Ret<ffi::AnyBuffer>()
+      .Attr<int64_t>("num_single_rows")
+      .Attr<int64_t>("tile")
+      .Attr<float>("scale")
+      .Attr<int64_t>("window")
+      .Attr<float>("soft_cap");
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_paged_attention, jaxserve::attention::Attention,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .RemainingArgs()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Attr<int64_t>("num_single_rows")
-                                  .Attr<int64_t>("tile")
-                                  .Attr<float>("scale")
-                                  .Attr<int64_t>("window")
-                                  .Attr<float>("soft_cap"));
+}  // namespace jaxserve::attention
