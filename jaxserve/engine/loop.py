@@ -199,9 +199,10 @@ class EngineLoop:
         stopped = find_stopped(result, self._stopping)
         self._steps.lap("detokenize")
         note_step(plan, result, self._by_sequence)
-        for update in self._scheduler.commit(plan, result, stopped, now_s=now_s):
-            self._deliver(update, now_s)
+        updates = self._scheduler.commit(plan, result, stopped, now_s=now_s)
         self.accounts.add_gaps(self._scheduler.followed_gaps)
+        for update in updates:
+            self._deliver(update, now_s)
         self.accounts.flush_tokens()
         self._make_room()
 

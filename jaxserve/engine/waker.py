@@ -34,14 +34,14 @@ class Waker:
     which costs more than all else that a token costs here. The engine thread alone uses it, and
     flushes before it waits for anything.
 
-    A start, a stream's first token and an end wait for nobody, nor does what goes with output that
-    is not taken yet. For the rest there are turns, first come, first served; what comes meanwhile
-    makes one message with it. There are fewer turns after
-    a step in which the host was late, and slowly more again: so readers have what the engine's
-    thread leaves, and find more in each message. Nothing is held back longer than `MAX_HOLD_S`, as
-    far as can be told: the next step is taken to be as long as the last one. So with slow steps
-    each has its turn in every one, and who meets a sudden slow one has waited for it anyway, by
-    `MAX_HOLD_S` less.
+    A start, a stream's first token and an end wait for nobody, nor does what is put where output is
+    not taken yet. For the rest there are turns, first come, first served; what comes meanwhile
+    makes one message with it. Who follows a growing output is always in turn, also while nothing
+    has come. There are fewer turns after a step in which the host was late, and slowly more again:
+    so readers have what the engine's thread leaves, and find more in each message. Nothing is held
+    back longer than `MAX_HOLD_S`, as far as can be told: the next step is taken to be as long as
+    the last one. So with slow steps each has its turn in every one, and who meets a sudden slow one
+    has waited for it anyway, by `MAX_HOLD_S` less.
     """
 
     def __init__(self) -> None:

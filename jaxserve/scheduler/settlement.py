@@ -15,7 +15,7 @@ from jaxserve.scheduler.prefix_reuse import PrefixReuse
 @dataclasses.dataclass(slots=True, eq=False)
 class Update:
     """What a committed step brought one live choice. Its fields have places, as one is made of
-    every token.
+    nearly every token that is not followed.
 
     Attributes:
       token_id: the sampled token, an end token too; None where the logits were not finite, or
@@ -66,7 +66,8 @@ class Settlement:
     def settle(
         self, plan: StepPlan, result: StepResult, stopped: Collection[int], *, now_s: float
     ) -> list[Update]:
-        """Returns what a step brought its live sequences, and has its pages kept.
+        """Returns what a step brought its live sequences, and has its pages kept. Of those that are
+        followed and go on it returns nothing: their outputs have grown.
 
         Args:
           stopped: ids of sequences whose text ended with this token (a stop string).

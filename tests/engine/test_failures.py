@@ -9,6 +9,9 @@ import pytest
 
 from jaxserve.config import LimitsSection, SchedulerSection
 from jaxserve.engine import Delta, Engine, EngineState, Event
+from jaxserve.engine.live_request import MIN_FOLLOWED_BYTES
+from jaxserve.engine.loop import EngineLoop
+from jaxserve.engine.unread import TOKEN_BYTES
 from jaxserve.errors import (
     DeadlineUnreachableError,
     EngineDeadError,
@@ -73,6 +76,53 @@ def test_a_reader_that_is_too_slow_loses_its_request_and_nobody_else_waits() -> 
     # what came before the end is whole and in order
     (delta,) = bad_deltas(seen)
     assert list(delta.token_ids) == expected_output((1,), GREEDY, 5)
+
+
+def test_who_is_followed_and_too_slow_loses_its_request_soon_and_all_is_counted() -> None:
+    bounds = LimitsSection(stream_buffer_bytes=MIN_FOLLOWED_BYTES)
+    num_fit = MIN_FOLLOWED_BYTES // TOKEN_BYTES
+    engine, runner = build_engine(bounds=bounds, num_pages=1000, max_model_tokens=3900)
+    with serve(engine, runner):
+        slow = engine.submit(ask((1,), max_tokens=num_fit + 500, ignore_eos=True))
+        has_ended = threading.Event()
+        slow.call_at_end(has_ended.set)
+        assert has_ended.wait(60)
+        seen: list[Event] = []
+        with pytest.raises(SlowReaderError, match=f"more than {MIN_FOLLOWED_BYTES} bytes"):
+            seen.extend(slow)
+        assert engine._loop._slow == []
+    (delta,) = bad_deltas(seen)
+    num_seen = len(delta.token_ids)
+    assert num_fit < num_seen < num_fit + 10  # told at its next turn
+    assert list(delta.token_ids) == expected_output((1,), GREEDY, num_seen)
+    for name in ("output_tokens_total", "request_output_tokens_sum", "delivery_seconds_count"):
+        assert engine.metrics.value(name) == num_seen, name
+
+
+def test_where_an_engine_breaks_at_one_request_the_tokens_of_another_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def deliver(loop: EngineLoop, update: Update, now_s: float) -> None:
+        if update.sequence.request.prompt == BAD and len(update.sequence.output) == 4:
+            raise ValueError("delivery broke")
+        told(loop, update, now_s)
+
+    told = EngineLoop._deliver
+    monkeypatch.setattr(EngineLoop, "_deliver", deliver)
+    engine, runner = build_engine()
+    runner.gate.clear()
+    with serve(engine, runner):
+        followed = engine.submit(ask((1,), max_tokens=30, ignore_eos=True))
+        bad = engine.submit(ask(BAD, max_tokens=30, ignore_eos=True, logprobs=0))
+        runner.gate.set()
+        seen: list[Event] = []
+        with pytest.raises(EngineDeadError):
+            seen.extend(followed)
+        with pytest.raises(EngineDeadError):
+            seen.extend(bad)
+    num_seen = sum(len(delta.token_ids) for delta in bad_deltas(seen))
+    assert engine.metrics.value("output_tokens_total") == num_seen
+    assert engine.metrics.value("request_output_tokens_sum") == num_seen
 
 
 def gather_small(engine: Engine) -> None:

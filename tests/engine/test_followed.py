@@ -136,8 +136,8 @@ def test_of_a_stream_that_is_given_up_nothing_more_is_taken() -> None:
 
 
 def test_all_have_turn_after_turn_the_first_first() -> None:
-    """Of four times as many as have a turn each has one in four steps, and none is left for good;
-    one that has nothing keeps its place."""
+    """Of four times as many as have a turn each has one in four steps, and none is left for
+    good."""
     waker = Waker()
     many = [Growing(waker=waker) for _ in range(4 * MIN_TURNS)]
     for growing in many:
