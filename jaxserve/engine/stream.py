@@ -233,6 +233,7 @@ class Stream:
                 if isinstance(end, Finished):
                     self._end_choice(end.index, last_text)
                 self._end = end
+            self._followed = None  # the request's lists are not this reader's to keep
             self._wake()
             on_end = self._on_end
         if on_end is not None:

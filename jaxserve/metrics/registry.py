@@ -136,7 +136,7 @@ class Metrics:
         )
         self.put_off_streams = self._counter(
             "put_off_streams",
-            "Streams with output held back that a step left to the next; of each step.",
+            "Streams that have begun, and whose turn to be given output a step left to the next.",
         )
 
     def _make_tenants(self) -> None:

@@ -189,15 +189,15 @@ def kept_pages(played: Round) -> set[tuple[object, ...]]:
 def test_of_who_is_followed_the_same_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_random_operations, "draw_sampling", lambda rng: GREEDY)
     num_followed = num_kept = 0
-    for seed in range(40):
+    for seed in range(15):
         told = play_round(seed, OPERATIONS_A_ROUND, kind=CachedRound)
         followed = play_round(seed, OPERATIONS_A_ROUND, kind=FollowedRound)
         assert followed.loop.plans == told.loop.plans, f"seed {seed}"
         assert kept_pages(followed) == kept_pages(told), f"seed {seed}"
         num_followed += followed.loop.num_followed
         num_kept += len(kept_pages(told))
-    assert num_followed > 1_500
-    assert num_kept > 100
+    assert num_followed > 500
+    assert num_kept > 50
 
 
 @pytest.mark.parametrize("name", ["weights", "adapter", "adapter_generation"])
