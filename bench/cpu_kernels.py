@@ -274,7 +274,7 @@ def build_served(
         pack_params(params, MODEL)
     plan = StepPlan(
         step_id=0,
-        chunks=tuple(
+        others=tuple(
             Chunk(
                 sequence_id=row, row=row, start=kv_len - 1, num_tokens=1, token_ids=None,
                 samples=True, output_index=0, prompt_len=kv_len - 1,

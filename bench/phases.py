@@ -192,7 +192,7 @@ def profile_step(num_rows: int) -> float:
         sequence_id=1, row=0, start=0, num_tokens=1, token_ids=None, samples=True, output_index=0,
         prompt_len=1,
     )  # fmt: skip
-    plan = StepPlan(step_id=1, chunks=(chunk,) * num_rows)
+    plan = StepPlan(step_id=1, others=(chunk,) * num_rows)
     host: tuple[HostPhase, ...] = ("schedule", "build", "dispatch")
     before = Flight(result)
     clock.note_launch(plan, before)

@@ -43,7 +43,8 @@ class Loop:
     ) -> None:
         pages = -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // PAGE_SIZE)
         cache = PrefixCache(PAGE_SIZE) if prefix_order else None
-        pool = PagePool(1 + num_running * (pages + 1), PAGE_SIZE, cache=cache)
+        num_chunk_pages = num_running * -(-PROMPT_TOKENS // PAGE_SIZE)
+        pool = PagePool(1 + num_running * (pages + 1) + num_chunk_pages, PAGE_SIZE, cache=cache)
         config = SchedulerSection(policy=policy, prefix_order=prefix_order)
         self.scheduler = Scheduler(
             config=config.model_copy(update={"max_seqs": num_running, "max_chunks": num_running}),
@@ -103,6 +104,7 @@ def _make_requests(identity: CacheIdentity | None) -> Iterator[Request]:
             stop_ids={},
             arrival_s=0.0,
             queue_deadline_s=600.0,
+            is_followed=True,
             tenant=f"t{number % 8}",
             cache_identity=identity,
         )

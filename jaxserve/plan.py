@@ -101,6 +101,43 @@ class Chunk:
     scoring: PromptScoring | None = None
 
 
+@dataclasses.dataclass(slots=True, frozen=True, eq=False, kw_only=True)
+class Decodes:
+    """By column, those of a step's one-token chunks of which nothing else is to be said: the token
+    is on the device, another is sampled after it, the start + 1 - prompt_len-th of the output, and
+    no pages, forks, masks or log-probabilities go with it. Nobody changes it.
+
+    Attributes:
+      sequence_ids, rows_N, starts_N, prompt_lens_N: of each, as in `Chunk`; the arrays are int32.
+    """
+
+    sequence_ids: list[int]
+    rows_N: np.ndarray
+    starts_N: np.ndarray
+    prompt_lens_N: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.sequence_ids)
+
+    def chunk(self, place: int) -> Chunk:
+        """The same of one of them."""
+        start, prompt_len = int(self.starts_N[place]), int(self.prompt_lens_N[place])
+        return Chunk(
+            sequence_id=self.sequence_ids[place],
+            row=int(self.rows_N[place]),
+            start=start,
+            num_tokens=1,
+            token_ids=None,
+            samples=True,
+            output_index=start + 1 - prompt_len,
+            prompt_len=prompt_len,
+        )
+
+
+_NONE: Final = np.zeros(0, np.int32)
+NO_DECODES: Final = Decodes(sequence_ids=[], rows_N=_NONE, starts_N=_NONE, prompt_lens_N=_NONE)
+
+
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
 class RowLoad:
     """Fill a state row before this step's forward: at admission and at resume.
@@ -161,9 +198,12 @@ class PageIn:
 class StepPlan:
     """The work of one step; order: swap-out, swap-in, copies, forward.
 
+    The chunks are three groups, in this order: `decodes`, the other `singles`, and `longer` ones.
+
     Attributes:
       step_id: rises by one with each plan that has work.
-      chunks: one-token chunks first, then longer ones; at most one a sequence.
+      decodes: chunks by column: nearly all, while all decode.
+      others: one-token chunks first, then longer ones.
       row_loads: state rows to fill first.
       copies: page copies to do first.
       swap_out, swap_in: pages to and from host memory, before the copies.
@@ -172,7 +212,8 @@ class StepPlan:
     """
 
     step_id: int
-    chunks: tuple[Chunk, ...] = ()
+    decodes: Decodes = NO_DECODES
+    others: tuple[Chunk, ...] = ()
     row_loads: tuple[RowLoad, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     swap_out: tuple[PageOut, ...] = ()
@@ -182,31 +223,46 @@ class StepPlan:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.chunks)
+        return self.num_chunks > 0
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.decodes) + len(self.others)
+
+    @functools.cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """All of them, at most one a sequence. For who is in no hurry."""
+        decodes = self.decodes
+        return (*map(decodes.chunk, range(len(decodes))), *self.others)
 
     @functools.cached_property
     def singles(self) -> tuple[Chunk, ...]:
-        """The one-token chunks."""
-        return tuple([chunk for chunk in self.chunks if chunk.num_tokens == 1])
+        """The one-token chunks that are not in `decodes`."""
+        return tuple([chunk for chunk in self.others if chunk.num_tokens == 1])
 
     @functools.cached_property
     def longer(self) -> tuple[Chunk, ...]:
-        """All other chunks."""
-        return self.chunks[len(self.singles) :]
+        """The chunks of more tokens."""
+        return self.others[len(self.singles) :]
 
     @functools.cached_property
     def scored(self) -> tuple[tuple[int, PromptScoring], ...]:
         """Sequence ids with what of their prompts is scored, in the order of the chunks."""
-        return tuple([(c.sequence_id, c.scoring) for c in self.chunks if c.scoring is not None])
+        return tuple([(c.sequence_id, c.scoring) for c in self.others if c.scoring is not None])
+
+    @property
+    def num_rows(self) -> int:
+        """Chunks of one token."""
+        return len(self.decodes) + len(self.singles)
 
     @functools.cached_property
     def num_tokens(self) -> int:
-        return len(self.singles) + sum(chunk.num_tokens for chunk in self.longer)
+        return self.num_rows + sum(chunk.num_tokens for chunk in self.longer)
 
     @functools.cached_property
     def masked(self) -> tuple[Chunk, ...]:
         """Those that sample under masks."""
-        return tuple([chunk for chunk in self.chunks if chunk.is_masked and chunk.samples])
+        return tuple([chunk for chunk in self.others if chunk.is_masked and chunk.samples])
 
     @property
     def needs_masks(self) -> bool:

@@ -92,7 +92,7 @@ class Driver:
                 prompt_len=num_tokens,
             )
             start = time.perf_counter()
-            self._runner.launch(StepPlan(step_id=self._take_step(), chunks=(chunk,))).result()
+            self._runner.launch(StepPlan(step_id=self._take_step(), others=(chunk,))).result()
             if i >= NUM_WARM_UP:
                 times.append(time.perf_counter() - start)
         return statistics.median(times)
@@ -111,7 +111,7 @@ class Driver:
             )
             for row in range(num_rows)
         )
-        return StepPlan(step_id=self._take_step(), chunks=chunks, row_loads=loads)
+        return StepPlan(step_id=self._take_step(), others=chunks, row_loads=loads)
 
     def _take_step(self) -> int:
         self._next_step += 1

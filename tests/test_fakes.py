@@ -42,7 +42,7 @@ def start(
         prompt_len=len(prompt),
         num_pages_before=len(pages),
     )
-    return StepPlan(step_id=1, chunks=(chunk,), row_loads=(load,))
+    return StepPlan(step_id=1, others=(chunk,), row_loads=(load,))
 
 
 def decode(sequence_id: int, *, row: int, position: int, output_index: int) -> Chunk:
@@ -63,7 +63,7 @@ def test_a_sequence_gets_what_the_oracle_says() -> None:
     steps = [runner.launch(start(1, row=0, pages=(1, 2), prompt=(5, 6, 7)))]
     for index in (1, 2, 3):
         chunk = decode(1, row=0, position=2 + index, output_index=index)
-        steps.append(runner.launch(StepPlan(step_id=1 + index, chunks=(chunk,))))
+        steps.append(runner.launch(StepPlan(step_id=1 + index, others=(chunk,))))
     tokens = [step.result().token_ids[1] for step in steps]
     assert tokens == expected_output((5, 6, 7), GREEDY, 4)
     assert len(set(tokens)) > 1
@@ -92,7 +92,7 @@ def test_a_page_taken_from_a_live_sequence_is_refused() -> None:
     runner.launch(dataclasses.replace(plan, step_id=2)).result()
     chunk = decode(1, row=0, position=2, output_index=1)
     with pytest.raises(PlanError, match="sequence 1 uses page 1 of sequence 2"):
-        runner.launch(StepPlan(step_id=3, chunks=(chunk,)))
+        runner.launch(StepPlan(step_id=3, others=(chunk,)))
 
 
 def test_a_damaged_cell_changes_the_output() -> None:
@@ -100,7 +100,7 @@ def test_a_damaged_cell_changes_the_output() -> None:
     runner.launch(start(1, row=0, pages=(1,), prompt=(5, 6))).result()
     runner._pool[1][0] = (5, 0, 99)  # the right token, written by another
     chunk = decode(1, row=0, position=2, output_index=1)
-    token = runner.launch(StepPlan(step_id=2, chunks=(chunk,))).result().token_ids[1]
+    token = runner.launch(StepPlan(step_id=2, others=(chunk,))).result().token_ids[1]
     assert token != expected_output((5, 6), GREEDY, 2)[1]
 
 
@@ -114,7 +114,7 @@ def test_a_damaged_cell_changes_the_output() -> None:
         (start(1, row=0, pages=(1,), prompt=(5,) * 5), "no page for 5 tokens"),
         (start(1, row=0, pages=(1, 2, 3), prompt=(5,) * 9), "12 tile-rounded"),
         (StepPlan(step_id=1), "has work"),
-        (StepPlan(step_id=1, chunks=(decode(1, row=0, position=0, output_index=0),)), "own row 0"),
+        (StepPlan(step_id=1, others=(decode(1, row=0, position=0, output_index=0),)), "own row 0"),
     ],
 )
 def test_a_plan_that_breaks_a_rule_is_refused(plan: StepPlan, message: str) -> None:
@@ -142,7 +142,7 @@ def fork_two() -> StepPlan:
     load = dataclasses.replace(plan.row_loads[0], sampling=SEEDED, seed=9)
     other = dataclasses.replace(load, sequence_id=2, row=1, choice=1)
     chunk = dataclasses.replace(plan.chunks[0], forks=(Fork(sequence_id=2, row=1),))
-    return dataclasses.replace(plan, chunks=(chunk,), row_loads=(load, other))
+    return dataclasses.replace(plan, others=(chunk,), row_loads=(load, other))
 
 
 def go_on(step_id: int, *, position: int, into_copy: bool = False) -> StepPlan:
@@ -154,7 +154,7 @@ def go_on(step_id: int, *, position: int, into_copy: bool = False) -> StepPlan:
     if into_copy:
         first = dataclasses.replace(first, new_pages=(2,), num_pages_before=0)
         copies = (PageCopy(source=1, target=2),)
-    return StepPlan(step_id=step_id, chunks=(first, second), copies=copies)
+    return StepPlan(step_id=step_id, others=(first, second), copies=copies)
 
 
 def run_two(*plans: StepPlan) -> list[list[int]]:
@@ -175,7 +175,7 @@ def fill_next_page(step_id: int) -> StepPlan:
         dataclasses.replace(chunk, new_pages=(page,), num_pages_before=1)
         for chunk, page in zip(plan.chunks, (3, 4), strict=True)
     ]
-    return dataclasses.replace(plan, chunks=tuple(chunks))
+    return dataclasses.replace(plan, others=tuple(chunks))
 
 
 def test_forks_get_what_the_oracle_says_of_their_choice() -> None:
@@ -207,7 +207,7 @@ def test_a_copy_made_a_step_late_changes_the_output() -> None:
 def change(plan: StepPlan, **fields: object) -> StepPlan:
     """Returns the plan with its first chunk changed."""
     chunk = dataclasses.replace(plan.chunks[0], **fields)  # type: ignore[arg-type]  # by name
-    return dataclasses.replace(plan, chunks=(chunk, *plan.chunks[1:]))
+    return dataclasses.replace(plan, others=(chunk, *plan.chunks[1:]))
 
 
 @pytest.mark.parametrize(

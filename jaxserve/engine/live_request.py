@@ -282,9 +282,11 @@ def note_step(plan: StepPlan, result: StepResult, choices: Mapping[int, LiveChoi
     Args:
       choices: those that have not ended, by sequence id.
     """
-    chunks: Sequence[Chunk] = plan.chunks
-    if not result.compile_s:  # nothing to note of those behind their prompts
-        chunks = [chunk for chunk in chunks if chunk.start < chunk.prompt_len]
+    chunks: Sequence[Chunk]
+    if result.compile_s:
+        chunks = plan.chunks
+    else:  # nothing to note of those behind their prompts
+        chunks = [chunk for chunk in plan.others if chunk.start < chunk.prompt_len]
     found = (choices.get(chunk.sequence_id) for chunk in chunks)
     for live in dict.fromkeys(choice.live for choice in found if choice is not None):
         live.compile_s += result.compile_s

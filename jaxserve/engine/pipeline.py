@@ -44,7 +44,7 @@ class Pipeline:
         logger.debug(
             "launched step=%d chunks=%d tokens=%d",
             plan.step_id,
-            len(plan.chunks),
+            plan.num_chunks,
             plan.num_tokens,
         )
         in_flight = self._runner.launch(plan, self._clock)

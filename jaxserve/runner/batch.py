@@ -34,25 +34,29 @@ SCORE_WIDTH = 64  # tokens of one run of the score program
 _ALL_BITS = np.uint32(0xFFFFFFFF)
 
 
-@dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
+def _nothing() -> np.ndarray:
+    return np.zeros(0, np.int32)
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False, kw_only=True)
 class SampledRows:
-    """The tokens that a step samples: a chunk's, and then those of its forks. An entry of each list
-    is a token's.
+    """The tokens that a step samples: a chunk's, and then those of its forks. An entry of each
+    column is a token's; ``S`` of them, int32 where it is an array.
 
     Attributes:
-      hidden_index: where the hidden state lies that it is sampled from; forks share it.
+      hidden_indices_S: where the hidden state lies that it is sampled from; forks share it.
       num_top: alternatives to report with its log-probability; None reports none.
     """
 
     sequence_ids: list[int] = dataclasses.field(default_factory=list)
-    rows: list[int] = dataclasses.field(default_factory=list)
-    hidden_index: list[int] = dataclasses.field(default_factory=list)
-    output_index: list[int] = dataclasses.field(default_factory=list)
+    rows_S: np.ndarray = dataclasses.field(default_factory=_nothing)
+    hidden_indices_S: np.ndarray = dataclasses.field(default_factory=_nothing)
+    output_indices_S: np.ndarray = dataclasses.field(default_factory=_nothing)
     num_top: list[int | None] = dataclasses.field(default_factory=list)
     is_masked: list[bool] = dataclasses.field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.sequence_ids)
 
 
 def find_plan_bucket(plan: StepPlan, scheme: BucketScheme) -> Bucket:
@@ -86,13 +90,14 @@ def build_packed(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> np.ndarray
     rows_X, starts_X, lens_X, prompt_lens_X, token_ids_T, deltas_3D = _split(packed_I, bucket, spec)
     rows_X[:] = spec.max_seqs
     deltas_3D[0] = spec.max_seqs
-    singles = plan.singles
-    N, unknown = len(singles), spec.model.padded_vocab_size
-    rows_X[:N] = [chunk.row for chunk in singles]
-    starts_X[:N] = [chunk.start for chunk in singles]
+    decodes, singles = plan.decodes, plan.singles
+    D, N, unknown = len(decodes), plan.num_rows, spec.model.padded_vocab_size
+    rows_X[:N] = _join(decodes.rows_N, [chunk.row for chunk in singles])
+    starts_X[:N] = _join(decodes.starts_N, [chunk.start for chunk in singles])
     lens_X[:N] = 1
-    prompt_lens_X[:N] = [chunk.prompt_len for chunk in singles]
-    token_ids_T[:N] = [unknown if c.token_ids is None else c.token_ids[0] for c in singles]
+    prompt_lens_X[:N] = _join(decodes.prompt_lens_N, [chunk.prompt_len for chunk in singles])
+    token_ids_T[:D] = unknown
+    token_ids_T[D:N] = [unknown if c.token_ids is None else c.token_ids[0] for c in singles]
     tile = spec.chunk_tile
     for chunk, x, t in _lay_out_longer(plan, bucket, tile):
         num_tiles = -(-chunk.num_tokens // tile)
@@ -105,7 +110,7 @@ def build_packed(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> np.ndarray
         token_ids_T[t : t + chunk.num_tokens] = chunk.token_ids
     deltas = [
         (chunk.row, index, page)
-        for chunk in plan.chunks
+        for chunk in plan.others
         if chunk.new_pages
         for index, page in enumerate(chunk.new_pages, chunk.num_pages_before)
     ]
@@ -116,26 +121,34 @@ def build_packed(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> np.ndarray
 
 def find_sampled_rows(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> SampledRows:
     """Returns what the plan samples, chunk by chunk, each with its forks after it."""
-    places = list(range(len(plan.singles)))
+    decodes, chunks = plan.decodes, plan.others
+    D = len(decodes)
+    places = list(range(D, plan.num_rows))
     places += [t + c.num_tokens - 1 for c, _, t in _lay_out_longer(plan, bucket, spec.chunk_tile)]
-    chunks: Sequence[Chunk] = plan.chunks
     choices: Sequence[Chunk | Fork] = chunks
     uneven = [chunk for chunk in chunks if chunk.forks or not chunk.samples]
     if uneven:
         chunks, choices, places = _spread(chunks, places)
     return SampledRows(
-        sequence_ids=[choice.sequence_id for choice in choices],
-        rows=[choice.row for choice in choices],
-        hidden_index=places,
-        output_index=[chunk.output_index for chunk in chunks],
-        num_top=[chunk.num_top for chunk in chunks],
-        is_masked=[chunk.is_masked for chunk in chunks],
+        sequence_ids=decodes.sequence_ids + [choice.sequence_id for choice in choices],
+        rows_S=_join(decodes.rows_N, [choice.row for choice in choices]),
+        hidden_indices_S=_join(np.arange(D), places),
+        output_indices_S=_join(
+            decodes.starts_N + 1 - decodes.prompt_lens_N, [chunk.output_index for chunk in chunks]
+        ),
+        num_top=[*[None] * D, *[chunk.num_top for chunk in chunks]],
+        is_masked=[False] * D + [chunk.is_masked for chunk in chunks],
     )
+
+
+def _join(decodes_N: np.ndarray, others: Sequence[int]) -> np.ndarray:
+    """Returns a column of a plan's decodes, and behind it that of other chunks; int32."""
+    return np.concatenate([decodes_N, np.array(others, np.int32)], dtype=np.int32)
 
 
 def _spread(
     chunks: Sequence[Chunk], places: Sequence[int]
-) -> tuple[list[Chunk], list[Chunk | Fork], list[int]]:
+) -> tuple[tuple[Chunk, ...], list[Chunk | Fork], list[int]]:
     """Returns the chunks that sample, their choices and places, each once for each choice."""
     spread: list[tuple[Chunk, Chunk | Fork, int]] = []
     for chunk, place in zip(chunks, places, strict=True):
@@ -144,7 +157,7 @@ def _spread(
             spread += [(chunk, fork, place) for fork in chunk.forks]
         else:
             assert not chunk.forks, f"forks of a chunk that samples nothing: {chunk}"
-    return [row[0] for row in spread], [row[1] for row in spread], [row[2] for row in spread]
+    return tuple([row[0] for row in spread]), [row[1] for row in spread], [row[2] for row in spread]
 
 
 def build_output_rows(sampled: SampledRows, output: OutputBucket, spec: RunnerSpec) -> np.ndarray:
@@ -155,9 +168,9 @@ def build_output_rows(sampled: SampledRows, output: OutputBucket, spec: RunnerSp
     rows_4R = np.zeros((4, output.rows), np.int32)
     rows_4R[1] = spec.max_seqs
     N = len(sampled)
-    rows_4R[0, :N] = sampled.hidden_index
-    rows_4R[1, :N] = sampled.rows
-    rows_4R[2, :N] = sampled.output_index
+    rows_4R[0, :N] = sampled.hidden_indices_S
+    rows_4R[1, :N] = sampled.rows_S
+    rows_4R[2, :N] = sampled.output_indices_S
     rows_4R[3, :N] = [num_top is not None for num_top in sampled.num_top]
     return rows_4R
 
@@ -270,8 +283,8 @@ def _split[A: (np.ndarray, Array)](
 
 
 def _lay_out(plan: StepPlan, bucket: Bucket, tile: int) -> Iterator[tuple[Chunk, int]]:
-    """Yields each chunk with its first token's place: one-token chunks, then the longer ones."""
-    yield from zip(plan.singles, itertools.count(), strict=False)
+    """Yields each chunk but the decodes with its first token's place."""
+    yield from zip(plan.singles, itertools.count(len(plan.decodes)), strict=False)
     for chunk, _, t in _lay_out_longer(plan, bucket, tile):
         yield chunk, t
 

@@ -141,7 +141,7 @@ class BucketScheme:
 
 def plan_shape(plan: StepPlan, *, tile: int) -> tuple[int, int]:
     """Returns a plan's one-token rows, and the tile-rounded tokens of its chunks."""
-    return len(plan.singles), sum(round_up(chunk.num_tokens, tile) for chunk in plan.longer)
+    return plan.num_rows, sum(round_up(chunk.num_tokens, tile) for chunk in plan.longer)
 
 
 def build_scheme(config: Config, *, max_model_tokens: int, min_rows: int) -> BucketScheme:

@@ -41,7 +41,7 @@ def time_prompt(
         prompt_len=num_tokens,
         new_pages=pages,
     )
-    plan = StepPlan(step_id=0, chunks=(chunk,))
+    plan = StepPlan(step_id=0, others=(chunk,))
     bucket = find_plan_bucket(plan, scheme)
     seconds: list[float] = []
     for _ in range(1 + NUM_TIMED):  # the first warms up

@@ -1,6 +1,6 @@
 """What the sampler must be able to do for the sequences in the state rows."""
 
-import operator
+import numpy as np
 
 from jaxserve.model.sampling import Variant
 from jaxserve.plan import RowLoad
@@ -13,25 +13,21 @@ class RowVariants:
     """Each row's variant, worked out when it is loaded: a step has only to look at it."""
 
     def __init__(self, num_rows: int) -> None:
-        self._variants: list[Variant] = ["greedy"] * num_rows
-        self._min_tokens = [0] * num_rows
+        self._variants_B = np.zeros(num_rows, np.int32)  # places in VARIANTS
+        self._min_tokens_B = np.zeros(num_rows, np.int32)
 
     def load(self, load: RowLoad) -> None:
         """A row is filled."""
         sampling = load.sampling
-        self._min_tokens[load.row] = sampling.min_tokens
-        self._variants[load.row] = find_variant(
-            sampling, sampling.min_tokens, is_masked=False, has_logprobs=False
-        )
+        variant = find_variant(sampling, sampling.min_tokens, is_masked=False, has_logprobs=False)
+        self._min_tokens_B[load.row] = sampling.min_tokens
+        self._variants_B[load.row] = VARIANTS.index(variant)
 
     def find(self, sampled: SampledRows) -> Variant:
         """Returns the least variant that serves every row to sample."""
-        rows = sampled.rows
-        if any(sampled.is_masked) or sampled.num_top.count(None) < len(rows):
+        rows_S = sampled.rows_S
+        if any(sampled.is_masked) or sampled.num_top.count(None) < len(rows_S):
             return "full"
-        min_tokens, variants = self._min_tokens, self._variants
-        least = [min_tokens[row] for row in rows]
-        if any(least) and any(map(operator.lt, sampled.output_index, least)):
+        if np.any(sampled.output_indices_S < self._min_tokens_B[rows_S]):
             return "full"
-        wanted = {variants[row] for row in rows}
-        return max(wanted, key=VARIANTS.index, default="greedy")
+        return VARIANTS[int(self._variants_B[rows_S].max(initial=0))]

@@ -65,11 +65,12 @@ class Admission:
     def note_plan(self, plan: StepPlan, now_s: float) -> None:
         """A step is launched."""
         tile = self._limits.chunk_tile
-        tiles = sum(-(-c.num_tokens // tile) for c in plan.chunks if c.num_tokens > 1)
-        num_rows = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
+        tiles = sum(-(-chunk.num_tokens // tile) for chunk in plan.longer)
         if not self._launched_s:
             self._began_s = now_s
-        self._launched_s.append(self._predict(num_rows, tiles * tile, measure_work(plan)) or 0.0)
+        self._launched_s.append(
+            self._predict(plan.num_rows, tiles * tile, measure_work(plan)) or 0.0
+        )
 
     def note_result(self, now_s: float | None) -> None:
         """The oldest step's result was read; None where nobody looked at the clock."""

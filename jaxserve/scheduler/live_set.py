@@ -1,5 +1,7 @@
 """All choices of all requests that have not ended."""
 
+import collections
+
 from jaxserve.request import Request, Sequence, SequenceState
 from jaxserve.scheduler.deadlines import is_ended
 
@@ -10,6 +12,7 @@ class LiveSet:
     Attributes:
       sequences: by id, those that have not ended.
       owners: the request of a sequence's id, ended ones of live requests too.
+      stop_ids: what ends an output of one of them or another, and of how many requests.
       ended: ids reported as ended, and not yet given to `Scheduler.end` or `finish`.
       num_requests: that have not ended.
     """
@@ -17,6 +20,7 @@ class LiveSet:
     def __init__(self) -> None:
         self.sequences: dict[int, Sequence] = {}
         self.owners: dict[int, Request] = {}
+        self.stop_ids: collections.Counter[int] = collections.Counter()
         self.ended: set[int] = set()
         self.num_requests = 0
         self._next_id = 1
@@ -34,15 +38,21 @@ class LiveSet:
             self.sequences[sequence.id] = sequence
             self.owners[sequence.id] = request
         self.num_requests += 1
+        self.stop_ids.update(request.stop_ids.keys())
 
     def remove(self, sequence: Sequence) -> None:
         """A sequence is FINISHED; with the last of its request's the request is forgotten."""
         self.ended.discard(sequence.id)
         del self.sequences[sequence.id]
-        if is_ended(sequence.request):
-            for other in sequence.request.sequences:
+        request = sequence.request
+        if is_ended(request):
+            for other in request.sequences:
                 del self.owners[other.id]
             self.num_requests -= 1
+            for id_ in request.stop_ids:
+                self.stop_ids[id_] -= 1
+                if not self.stop_ids[id_]:
+                    del self.stop_ids[id_]
 
     def find_unforked(self) -> list[Sequence]:
         """Returns the choices whose first has not computed the prompt yet."""

@@ -105,6 +105,8 @@ class Planner:
         self._limits = limits
         self._metrics = metrics
         self._max_chunks = min(config.max_chunks, limits.max_chunks)
+        self._may_take_decodes = min(limits.max_rows, max_step_tokens) >= running.num_rows
+        self._max_chunk_pages = pool.pages_for(limits.max_chunk_tokens)  # but for their last ones
         self._check_step(max_model_tokens)
         self.chunk_size = (
             ChunkSize(config.target_itl_s, step_times, limits) if config.target_itl_s else None
@@ -132,8 +134,9 @@ class Planner:
             self._shares.find_ahead()
         if not self._is_static:
             self._start_urgent(step, now_s)
-        if step.made_room_for is not None:  # one of them may have been preempted, and started
-            running = [s for s in running if s.last_step != step.step_id]
+        self._take_decodes(step)
+        # not those; and who was preempted to make room may have been started again
+        running = [s for s in running if s.last_step != step.step_id]
         self._pay_running(running, step, now_s)
         # After a preemption pages are short, and admitting would thrash; but if there is nothing
         # else to do, admitting is what goes on.
@@ -142,6 +145,23 @@ class Planner:
         else:
             step.waits_for = "pages"
         return self._finish_plan(step)
+
+    def _take_decodes(self, step: StepBuilder) -> None:
+        """Plans all at once who need nothing but their next token. Where somebody may have to give
+        way, for rows, tokens or pages, all are asked in their order instead."""
+        table = self.running.decodes
+        rows_N = table.find_ready()
+        num_others = self.running.num_rows - len(rows_N)  # forks to come among them: a page each
+        if not self._may_take_decodes or self._pool.num_free < num_others + self._max_chunk_pages:
+            table.clear()
+            return
+        step.takes_decodes = True
+        decodes = table.take(rows_N, step.step_id)
+        if self._shares is not None:
+            for sequence in table.find(decodes):
+                self._shares.count_token(sequence.request.tenant)
+        step.num_decoding = max(step.num_decoding - len(decodes), 0)
+        step.add_decodes(decodes, num_promised=table.num_full(decodes))
 
     def _find_chunk_size(self) -> int | None:
         """Returns the prompt tokens that the target leaves; None where there is none."""
@@ -233,6 +253,8 @@ class Planner:
             self._shares.count_token(request.tenant)
         step.add_token(sequence, start, num_sampled, new_pages)
         step.num_promised += start + 1 == len(sequence.pages) * self._pool.page_size
+        if step.takes_decodes and request.is_followed:
+            self.running.decodes.enter(sequence)
         return True
 
     def _pay(self, sequence: Sequence, step: StepBuilder) -> None:

@@ -4,6 +4,7 @@ import bisect
 from collections.abc import Iterator
 
 from jaxserve.request import Sequence, SequenceState
+from jaxserve.scheduler.decode_table import DecodeTable
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.policies import OrderOf
 
@@ -12,10 +13,15 @@ class RunningSet:
     """In the policy's order. Who is in it has a row; leaving it gives row and pages up.
 
     Rows are kept for the choices that will be forked from who is in it.
+
+    Attributes:
+      num_rows: the most that can be in it.
+      decodes: those of them that need nothing but their next token.
     """
 
     def __init__(self, pool: PagePool, *, num_rows: int, order: OrderOf) -> None:
         self.num_rows = num_rows
+        self.decodes = DecodeTable(num_rows, page_size=pool.page_size)
         self._order = order
         self._pool = pool
         self._sequences: list[Sequence] = []
@@ -51,6 +57,7 @@ class RunningSet:
         place = bisect.bisect_left(self._sequences, self._order(sequence), key=self._order)
         assert self._sequences.pop(place) is sequence, f"sequence {sequence.id} is out of order"
         self._families.pop(sequence.id, None)
+        self.decodes.leave(sequence.row)
         self._free_rows.append(sequence.row)
         sequence.row = None
         self._pool.release(reversed(sequence.pages), last_step=sequence.last_step)
@@ -74,6 +81,7 @@ class RunningSet:
         assert None not in rows, f"running without a row: {rows}"
         num_kept = sum(num_kept_rows(sequence) for sequence in self._sequences)
         assert len(self._free_rows) - num_kept == self.num_free_rows or not self._free_rows
+        self.decodes.check(self._sequences)
         assert num_kept <= len(self._free_rows), "rows that are kept for forks were given away"
         assert self._sequences == sorted(self._sequences, key=self._order), (
             "running is out of order"

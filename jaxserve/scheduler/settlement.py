@@ -1,10 +1,12 @@
 """What a step's result means for the sequences in it: tokens, ends, and pages that are kept."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+
+import numpy as np
 
 from jaxserve.metrics import Metrics
-from jaxserve.plan import Chunk, StepPlan, StepResult, TokenLogprobs
+from jaxserve.plan import Chunk, Decodes, StepPlan, StepResult, TokenLogprobs
 from jaxserve.request import FinishReason, Request, Sequence, SequenceState
 from jaxserve.scheduler.admission import Admission
 from jaxserve.scheduler.live_set import LiveSet
@@ -56,6 +58,7 @@ class Settlement:
         self._live = live.sequences
         self._owners = live.owners
         self._ended = live.ended
+        self._stop_ids = live.stop_ids
         self._pool = pool
         self._reuse = reuse
         self._admission = admission
@@ -75,10 +78,9 @@ class Settlement:
         """
         self._now_s, self.followed_gaps = now_s, {}
         updates: list[Update] = []
-        chunks: Collection[Chunk] = plan.chunks
-        if not result.not_finite:
-            chunks = self._take_followed(plan, result)
-        num_surplus, num_useful = 0, len(plan.chunks) - len(chunks)
+        chunks: Collection[Chunk]
+        chunks = plan.chunks if result.not_finite else self._take_followed(plan, result)
+        num_surplus, num_useful = 0, plan.num_chunks - len(chunks)
         is_plain = not result.not_finite and not result.logprobs
         for chunk in chunks:
             if is_plain and chunk.samples and chunk.num_tokens == 1 and not chunk.forks:
@@ -108,30 +110,62 @@ class Settlement:
         """Takes in the tokens of those that are followed and go on; returns all other chunks. It
         does what `_settle_token` would, in less time."""
         others: list[Chunk] = []
-        all_live, token_ids, now_s = self._live, result.token_ids, self._now_s
+        going_on = self._find_decodes(plan.decodes, result, others)
+        all_live, token_ids = self._live, result.token_ids
         page_size = self._pool.page_size
-        before_s, num_same = 0.0, 0
         for chunk in plan.singles:
             sequence = all_live.get(chunk.sequence_id)
             if sequence is None or not sequence.request.is_followed or not chunk.samples:
                 others.append(chunk)
                 continue
-            request, output, output_s = sequence.request, sequence.output, sequence.output_s
-            token_id = token_ids[chunk.sequence_id]
-            if not 0 < len(output) < request.max_tokens - 1 or token_id in request.stop_ids:
+            request = sequence.request
+            may_go_on = 0 < len(sequence.output) < request.max_tokens - 1
+            if not may_go_on or token_ids[sequence.id] in request.stop_ids:
                 others.append(chunk)
                 continue
             if not (chunk.start + 1) % page_size or sequence.num_preemptions:
                 self._publish_token(sequence, chunk.start + 1)
+            going_on.append(sequence)
+        self._append_all(going_on, token_ids)
+        return [*others, *plan.longer]
+
+    def _find_decodes(
+        self, decodes: Decodes, result: StepResult, others: list[Chunk]
+    ) -> list[Sequence]:
+        """Returns those that go on, their pages kept; adds the rest to `others`."""
+        going_on: list[Sequence] = []
+        if not decodes:
+            return going_on
+        all_live, token_ids = self._live, result.token_ids
+        fills_N = (decodes.starts_N + 1) % self._pool.page_size == 0
+        filling = set(np.flatnonzero(fills_N).tolist())
+        stop_ids = self._stop_ids
+        suspects = {id_ for id_, token_id in token_ids.items() if token_id in stop_ids}
+        for place, sequence_id in enumerate(decodes.sequence_ids):
+            sequence = all_live.get(sequence_id)
+            if sequence is None or (
+                sequence_id in suspects and token_ids[sequence_id] in sequence.request.stop_ids
+            ):
+                others.append(decodes.chunk(place))
+                continue
+            if place in filling:
+                self._publish_token(sequence, int(decodes.starts_N[place]) + 1)
+            going_on.append(sequence)
+        return going_on
+
+    def _append_all(self, sequences: list[Sequence], token_ids: Mapping[int, int]) -> None:
+        """Appends the tokens of those that are followed, and notes how long they took."""
+        now_s, before_s, num_same = self._now_s, 0.0, 0
+        for sequence in sequences:
+            output_s = sequence.output_s
             if output_s[-1] != before_s:
                 self._note_gaps(before_s, num_same)
                 before_s, num_same = output_s[-1], 0
             num_same += 1
             sequence.num_in_flight -= 1
-            output.append(token_id)
+            sequence.output.append(token_ids[sequence.id])
             output_s.append(now_s)
         self._note_gaps(before_s, num_same)
-        return [*others, *plan.longer]
 
     def _note_gaps(self, before_s: float, number: int) -> None:
         if number:

@@ -5,7 +5,9 @@ from typing import Literal
 
 from jaxserve.host_pages import MAX_SWAP_IN
 from jaxserve.plan import (
+    NO_DECODES,
     Chunk,
+    Decodes,
     Fork,
     PageCopy,
     PageIn,
@@ -31,6 +33,8 @@ class StepBuilder:
       num_promised: pages that the running prompts will still need.
       num_restrained: prompt tokens of tenants that are ahead, in tiles.
       made_room_for: who waits and others were preempted for.
+      takes_decodes: whether nobody has to give way in it, so that who decodes may be planned by
+        column.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class StepBuilder:
         self.num_promised = 0
         self.num_restrained = 0
         self.made_room_for: Sequence | None = None
+        self.takes_decodes = False
         self.num_chunked_prompts = 0
         self.num_recomputed = 0
         self._tile = limits.chunk_tile
@@ -60,6 +65,7 @@ class StepBuilder:
         self._chunks_left = max_chunks
         self._chunk_tokens_left = max_chunk_tokens or limits.max_chunk_tokens
         self._is_cut = self._chunk_tokens_left < limits.max_chunk_tokens
+        self._decodes = NO_DECODES
         self._singles: list[Chunk] = []
         self._longer: list[Chunk] = []
         self._row_loads: list[RowLoad] = []
@@ -73,7 +79,7 @@ class StepBuilder:
 
     @property
     def num_chunks(self) -> int:
-        return len(self._singles) + len(self._longer)
+        return len(self._decodes) + len(self._singles) + len(self._longer)
 
     @property
     def is_limited(self) -> bool:
@@ -82,7 +88,7 @@ class StepBuilder:
 
     @property
     def is_mixed(self) -> bool:
-        return bool(self._singles and self._longer)
+        return bool((self._decodes or self._singles) and self._longer)
 
     def room_for(self, num_owed: int, split: bool) -> int:
         """Returns how many of a sequence's owed tokens this step can take.
@@ -190,6 +196,17 @@ class StepBuilder:
         sequence.num_in_flight = num_in_flight + 1
         sequence.last_step = self.step_id
 
+    def add_decodes(self, decodes: Decodes, *, num_promised: int) -> None:
+        """Adds tokens that were planned already.
+
+        Args:
+          num_promised: pages that their next ones need.
+        """
+        self._decodes = decodes
+        self._tokens_left -= len(decodes)
+        self._rows_left -= len(decodes)
+        self.num_promised += num_promised
+
     def copy_page(self, source: int, target: int) -> None:
         """Plans a copy that is made before this step writes anything."""
         self._copies.append(PageCopy(source=source, target=target))
@@ -229,7 +246,8 @@ class StepBuilder:
     def build(self, preempted: tuple[int, ...], swap_out: tuple[PageOut, ...]) -> StepPlan:
         return StepPlan(
             step_id=self.step_id,
-            chunks=(*self._singles, *self._longer),
+            decodes=self._decodes,
+            others=(*self._singles, *self._longer),
             row_loads=tuple(self._row_loads),
             copies=tuple(self._copies),
             swap_out=swap_out,

@@ -46,7 +46,10 @@ class StepWork(NamedTuple):
 
 def measure_work(plan: StepPlan) -> StepWork:
     """Returns the K/V that a plan's attention reads."""
-    kv_lens = [chunk.start + chunk.num_tokens for chunk in plan.chunks]
+    kv_lens = [chunk.start + chunk.num_tokens for chunk in plan.others]
+    if plan.decodes:
+        ends_N = plan.decodes.starts_N + 1
+        return StepWork(max([int(ends_N.max()), *kv_lens]), int(ends_N.sum()) + sum(kv_lens))
     return StepWork(max(kv_lens, default=0), sum(kv_lens))
 
 

@@ -110,4 +110,4 @@ def _plan(step_id: int, lens: tuple[int, ...]) -> StepPlan:
                     stop_ids=(),
                 )
             )
-    return StepPlan(step_id=step_id, chunks=tuple(chunks), row_loads=tuple(loads))
+    return StepPlan(step_id=step_id, others=tuple(chunks), row_loads=tuple(loads))

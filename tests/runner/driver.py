@@ -188,7 +188,7 @@ class Driver:
             chunks.append(chunk)
         plan = StepPlan(
             step_id=next(self._steps),
-            chunks=tuple(chunks),
+            others=tuple(chunks),
             row_loads=tuple(loads),
             copies=copies,
             swap_out=swap_out,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 from jax import numpy as jnp
 
 from jaxserve.model.batch import TokenBatch
-from jaxserve.plan import Bucket, Chunk, Fork, PromptScoring, StepPlan
+from jaxserve.plan import Bucket, Chunk, Decodes, Fork, PromptScoring, StepPlan
 from jaxserve.runner import batch
 from jaxserve.runner.buckets import OutputBucket
+from jaxserve.scheduler.step_time import StepWork, measure_work
 from tests.runner.driver import MODEL, NUM_PAGES, PAGE_SIZE, tiny_sizes
 
 SIZES = tiny_sizes()
@@ -36,7 +38,7 @@ def _chunk(row: int, start: int, token_ids: tuple[int, ...] | None, **fields: ob
 # The drawing in batch.py's docstring.
 PLAN = StepPlan(
     step_id=1,
-    chunks=(
+    others=(
         _chunk(7, 9, None, output_index=4, new_pages=(50,), num_pages_before=2),
         _chunk(2, 0, (11,)),
         _chunk(4, 8, (21, 22, 23, 24, 25), samples=False, new_pages=(8, 9), num_pages_before=2),
@@ -72,12 +74,42 @@ def test_output_rows_point_at_last_tokens() -> None:
     assert _output_rows(PLAN, BUCKET, 4).tolist() == wanted
 
 
+def test_decodes_by_column_are_laid_out_like_chunks() -> None:
+    """Before the four of the drawing; scored, too, behind them."""
+    scoring = PromptScoring(first=9, targets=(3, 4), num_top=1)
+    decodes = Decodes(
+        sequence_ids=[5, 1],
+        rows_N=np.array([5, 1], np.int32),
+        starts_N=np.array([60, 41], np.int32),
+        prompt_lens_N=np.array([45, 41], np.int32),
+    )
+    others = (*PLAN.others[:2], dataclasses.replace(PLAN.others[2], scoring=scoring))
+    plan = dataclasses.replace(PLAN, decodes=decodes, others=others)
+    as_chunks = dataclasses.replace(PLAN, others=plan.chunks)
+    assert plan.chunks[:2] == (
+        _chunk(5, 60, None, output_index=16),
+        _chunk(1, 41, None, output_index=1, prompt_len=41),
+    )
+    bucket = Bucket(decode_seqs=5, verify_tokens=1, chunk_tokens=16)
+    builds: list[Callable[[StepPlan], np.ndarray]] = [
+        lambda plan: batch.build_packed(plan, bucket, SPEC),
+        lambda plan: _output_rows(plan, bucket, 6),
+        lambda plan: next(batch.build_score_rows(plan, bucket, SPEC)),
+    ]
+    for build in builds:
+        np.testing.assert_array_equal(build(plan), build(as_chunks))
+    for name in ("num_chunks", "num_tokens", "num_rows", "longer", "scored", "masked", "chunks"):
+        assert getattr(plan, name) == getattr(as_chunks, name), name
+    assert measure_work(plan) == measure_work(as_chunks) == StepWork(61, 61 + 42 + 10 + 1 + 13)
+    assert batch.find_sampled_rows(plan, bucket, SPEC).sequence_ids == [5, 1, 7, 2]
+
+
 def test_forks_are_sampled_from_the_hidden_state_of_their_chunk() -> None:
     """Each kind of chunk with two forks, and one that only asks for log-probabilities."""
     forks = (Fork(sequence_id=11, row=1), Fork(sequence_id=13, row=3))
     single = dataclasses.replace(PLAN.chunks[1], forks=forks[:1], is_masked=True)
     longer = dataclasses.replace(PLAN.chunks[3], forks=forks[1:], num_top=0)
-    plan = dataclasses.replace(PLAN, chunks=(PLAN.chunks[0], single, PLAN.chunks[2], longer))
+    plan = dataclasses.replace(PLAN, others=(PLAN.chunks[0], single, PLAN.chunks[2], longer))
     sampled = batch.find_sampled_rows(plan, BUCKET, SPEC)
     assert sampled.sequence_ids == [7, 2, 11, 0, 13]
     assert sampled.is_masked == [False, True, True, False, False]
@@ -93,12 +125,12 @@ def test_forks_are_sampled_from_the_hidden_state_of_their_chunk() -> None:
 def test_a_chunk_that_samples_nothing_has_no_forks() -> None:
     chunk = dataclasses.replace(PLAN.chunks[2], forks=(Fork(sequence_id=11, row=1),))
     with pytest.raises(AssertionError, match="forks of a chunk that samples nothing"):
-        batch.find_sampled_rows(dataclasses.replace(PLAN, chunks=(chunk,)), BUCKET, SPEC)
+        batch.find_sampled_rows(dataclasses.replace(PLAN, others=(chunk,)), BUCKET, SPEC)
 
 
 def test_masks_are_copied_into_their_rows_and_all_else_is_ones() -> None:
     plan = dataclasses.replace(
-        PLAN, chunks=tuple(dataclasses.replace(c, is_masked=True) for c in PLAN.chunks)
+        PLAN, others=tuple(dataclasses.replace(c, is_masked=True) for c in PLAN.chunks)
     )
     sampled = batch.find_sampled_rows(plan, BUCKET, SPEC)
     output = OutputBucket(rows=4, variant="full")
@@ -123,7 +155,7 @@ def test_scored_tokens_are_looped_over_in_runs() -> None:
         return _chunk(row, start, tuple(range(length)), scoring=scoring)
 
     chunks = (_chunk(2, 0, (11, 12)), scored(4, 8, 43, 9, 49), scored(6, 0, 30, 0, 30))
-    runs = list(batch.build_score_rows(StepPlan(step_id=1, chunks=chunks), bucket, SPEC))
+    runs = list(batch.build_score_rows(StepPlan(step_id=1, others=chunks), bucket, SPEC))
     assert [rows_2W.shape for rows_2W in runs] == [(2, 64)] * 2
     places_2W = np.concatenate(runs, axis=1)
     second, third = 3 + 4, 3 + 4 + 44
@@ -137,7 +169,7 @@ def test_scored_tokens_are_looped_over_in_runs() -> None:
 @pytest.mark.parametrize(("first", "num"), [(7, 1), (8, 4), (11, 1)])
 def test_what_lies_outside_a_chunk_cannot_be_scored(first: int, num: int) -> None:
     scoring = PromptScoring(first=first, targets=(1,) * num, num_top=0)
-    plan = StepPlan(step_id=1, chunks=(_chunk(4, 8, (21, 22, 23), scoring=scoring),))
+    plan = StepPlan(step_id=1, others=(_chunk(4, 8, (21, 22, 23), scoring=scoring),))
     with pytest.raises(AssertionError, match="scored beyond the chunk"):
         list(batch.build_score_rows(plan, BUCKET, SPEC))
 
@@ -203,9 +235,9 @@ def _random_plan(rng: random.Random) -> tuple[StepPlan, Bucket]:
             chunks.append(_random_chunk(rng, row, length))
             room -= tiles
     # A row is in one chunk only.
-    plan = StepPlan(step_id=0, chunks=tuple({chunk.row: chunk for chunk in chunks}.values()))
+    plan = StepPlan(step_id=0, others=tuple({chunk.row: chunk for chunk in chunks}.values()))
     ordered = sorted(plan.chunks, key=lambda chunk: chunk.num_tokens > 1)
-    plan = StepPlan(step_id=0, chunks=tuple(ordered))
+    plan = StepPlan(step_id=0, others=tuple(ordered))
     return plan, batch.find_plan_bucket(plan, SIZES.scheme)
 
 

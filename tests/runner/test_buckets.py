@@ -62,7 +62,7 @@ def _plan(*lens: int) -> StepPlan:
         )
         for n, num_tokens in enumerate(lens)
     )
-    return StepPlan(step_id=0, chunks=chunks)
+    return StepPlan(step_id=0, others=chunks)
 
 
 @pytest.mark.parametrize(

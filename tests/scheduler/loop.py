@@ -11,13 +11,24 @@ import itertools
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 from jaxserve.config import SchedulerSection
 from jaxserve.identity import CacheIdentity
 from jaxserve.metrics import Metrics
-from jaxserve.plan import StepLimits, StepPlan, StepResult, TokenLogprobs, TokenMask
+from jaxserve.plan import (
+    NO_DECODES,
+    Chunk,
+    PageCopy,
+    PageIn,
+    PageOut,
+    StepLimits,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenMask,
+)
 from jaxserve.request import FinishReason, Request, SamplingParams, Sequence, SequenceState
 from jaxserve.scheduler.cached_page import CachedPage
 from jaxserve.scheduler.page_pool import PagePool
@@ -44,6 +55,45 @@ Policy = Literal["priority", "fcfs", "edf", "fair"]
 NO_WEIGHTS: Mapping[str, float] = {}
 Point = Literal["scheduled", "launched", "read", "committed"]
 Outcome = FinishReason | Literal["not_finite", "late", "unreachable"]
+
+
+def spell_out(plans: Iterable[StepPlan]) -> list[StepPlan]:
+    """Returns the same plans without columns: one-token chunks by sequence, and those behind their
+    prompts as if their tokens were on the device, where they are too. Of pages only the number is
+    kept, and of rows nothing: of two that end with a step, either may give its own up first.
+    """
+    return [_spell_out(plan) for plan in plans]
+
+
+def _spell_out(plan: StepPlan) -> StepPlan:
+    chunks = [
+        dataclasses.replace(
+            chunk,
+            row=0,
+            forks=tuple(dataclasses.replace(fork, row=0) for fork in chunk.forks),
+            token_ids=None if _is_decode(chunk) else chunk.token_ids,
+            new_pages=(0,) * len(chunk.new_pages),
+            num_pages_before=chunk.num_pages_before if chunk.new_pages else 0,
+        )
+        for chunk in plan.chunks
+    ]
+    chunks.sort(key=lambda chunk: (chunk.num_tokens > 1, chunk.sequence_id))
+    return dataclasses.replace(
+        plan,
+        decodes=NO_DECODES,
+        others=tuple(chunks),
+        row_loads=tuple(
+            dataclasses.replace(load, row=0, pages=(0,) * len(load.pages))
+            for load in plan.row_loads
+        ),
+        copies=(PageCopy(source=0, target=0),) * len(plan.copies),
+        swap_out=(PageOut(page=0, host_page=0),) * len(plan.swap_out),
+        swap_in=(PageIn(host_page=0, page=0),) * len(plan.swap_in),
+    )
+
+
+def _is_decode(chunk: Chunk) -> bool:
+    return chunk.num_tokens == 1 and chunk.start >= chunk.prompt_len
 
 
 class Loop:
@@ -162,6 +212,7 @@ class Loop:
         self.num_steps = 0
         self.follows = follows
         self.num_followed = 0  # tokens that no update told of
+        self.num_by_column = 0  # chunks of `StepPlan.decodes`
         self._num_uncommitted = 0
         self._has_work = False  # of the last plan
         self._in_flight: collections.deque[tuple[StepPlan, FakeInFlight]] = collections.deque()
@@ -359,6 +410,7 @@ class Loop:
         self.now_s += self.step_s
         now_s = self.now_s if self.step_s else None
         updates = self.scheduler.commit(launched, result, stopped, now_s=now_s)
+        self.num_by_column += len(launched.decodes)
         self.num_followed += sum(self.scheduler.followed_gaps.values())
         for request in self.live:
             if request.is_followed:

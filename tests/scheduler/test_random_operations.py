@@ -18,7 +18,7 @@ from jaxserve.request import FinishReason, SamplingParams, Sequence, SequenceSta
 from jaxserve.scheduler.planner import Planner
 from jaxserve.scheduler.starts import Starts
 from jaxserve.scheduler.step_builder import StepBuilder
-from tests.scheduler.loop import IDENTITY, Loop
+from tests.scheduler.loop import IDENTITY, Loop, spell_out
 
 NUM_SHARDS = 8
 OPERATIONS_A_SHARD = 12_500
@@ -87,6 +87,9 @@ class Round:
     def draw_identity(self) -> CacheIdentity:
         return IDENTITY
 
+    def draw_sampling(self) -> SamplingParams:
+        return draw_sampling(self.rng)
+
     def operations(self) -> dict[Callable[[], None], int]:
         """Returns what may be done, and how often in proportion."""
         return {
@@ -114,7 +117,7 @@ class Round:
         prompt = self.draw_prompt()
         stop_ids = {1: FinishReason.EOS, 2: FinishReason.STOP} if rng.random() < 0.7 else {}
         now_s = self.loop.now_s
-        sampling = draw_sampling(rng)
+        sampling = self.draw_sampling()
         is_only_scored = sampling.prompt_logprobs is not None and rng.random() < 0.4
         try:
             request = self.loop.add(
@@ -222,32 +225,59 @@ class Followed(Round):
         return super().draw_options() | {"follows": True}
 
 
-def test_who_is_followed_gets_what_all_others_get() -> None:
+class Roomy(Round):
+    """With pages for all, so that who decodes is planned by column."""
+
+    @override
+    def draw_options(self) -> dict[str, object]:
+        page_size = self.rng.choice((4, 8))
+        return super().draw_options() | {"num_pages": 80, "page_size": page_size, "rows": 4}
+
+    @override
+    def draw_sampling(self) -> SamplingParams:
+        is_plain = self.rng.random() < 0.8
+        return SamplingParams(temperature=0.8) if is_plain else super().draw_sampling()
+
+
+class FollowedRoomy(Roomy, Followed):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "followed_kind", "least_by_column"),
+    [(Round, Followed, 0.0), (Roomy, FollowedRoomy, 0.4)],
+)
+def test_who_is_followed_gets_what_all_others_get(
+    kind: type[Round], followed_kind: type[Round], least_by_column: float
+) -> None:
     """The same plans, outputs, ends and pages kept, and of most tokens no update."""
-    num_followed = num_tokens = 0
+    num_followed = num_tokens = num_by_column = 0
     for seed in range(20):
-        told, followed = play_round(seed).loop, play_round(seed, kind=Followed).loop
-        assert followed.plans == told.plans, f"seed {seed}"
+        told, followed = play_round(seed, kind=kind).loop, play_round(seed, kind=followed_kind).loop
+        assert spell_out(followed.plans) == spell_out(told.plans), f"seed {seed}"
         for loop in (told, followed):
             value = loop.metrics.value
             assert list(loop.outputs.values()) == list(told.outputs.values()), f"seed {seed}"
             assert list(loop.outcomes.values()) == list(told.outcomes.values()), f"seed {seed}"
             assert value("surplus_tokens_total") == told.metrics.value("surplus_tokens_total")
             assert value("useful_rows_total") == told.metrics.value("useful_rows_total")
-        assert told.num_followed == 0
+        assert told.num_followed == told.num_by_column == 0
+        num_by_column += followed.num_by_column
         num_followed += followed.num_followed
         num_tokens += sum(map(len, followed.outputs.values()))
     assert 0.2 * num_tokens < num_followed < num_tokens
+    assert num_by_column > least_by_column * num_followed
 
 
-class SmallPages(Round):
-    """With tables that grow at nearly each token, and as many tokens in the pool as ever."""
+class SmallPages(FollowedRoomy):
+    """With tables that grow at nearly each token, and as many tokens in the pool as ever, or room
+    for all."""
 
     @override
     def draw_options(self) -> dict[str, object]:
         options = super().draw_options()
-        page_size = self.rng.choice((1, 2, 4))
-        return options | {"page_size": page_size, "num_pages": 1 + 48 // page_size}
+        page_size, capacity = self.rng.choice((1, 2, 4)), self.rng.choice((48, 320))
+        return options | {"page_size": page_size, "num_pages": 1 + capacity // page_size}
 
 
 def play_noting(seed: int, patch: pytest.MonkeyPatch) -> tuple[Loop, list[int]]:
@@ -263,14 +293,18 @@ def play_noting(seed: int, patch: pytest.MonkeyPatch) -> tuple[Loop, list[int]]:
     return play_round(seed, kind=SmallPages).loop, promised
 
 
-def test_the_short_way_to_plan_a_token_plans_what_the_long_one_does() -> None:
-    num_grown = 0
+def test_the_short_ways_to_plan_a_token_plan_what_the_long_one_does() -> None:
+    num_grown = num_by_column = 0
     for seed in range(40):
         with pytest.MonkeyPatch.context() as patch:
             short, promised = play_noting(seed, patch)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Planner, "_pay_token", lambda self, sequence, step: False)
             long, as_promised = play_noting(seed, patch)
-        assert (long.plans, as_promised) == (short.plans, promised), f"seed {seed}"
+        assert as_promised == promised, f"seed {seed}"
+        assert spell_out(long.plans) == spell_out(short.plans), f"seed {seed}"
+        assert long.num_by_column == 0
+        num_by_column += short.num_by_column
         num_grown += int(short.metrics.value("kv_grown_pages_total"))
     assert num_grown > 1000
+    assert num_by_column > 100
