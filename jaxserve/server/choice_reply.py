@@ -77,19 +77,22 @@ class ChoiceReply:
         if not self._rules.options.omit_text:
             self._parts += parts
 
-    def take_short(self) -> generation_pb2.GenerationDelta | None:
-        """Returns all that was gathered, where that is one short message, as nearly always. None
-        takes nothing."""
+    def take_short(self, message: generation_pb2.GenerationDelta) -> bool:
+        """Fills an empty message with all that was gathered, where that is short, as nearly always;
+        else False, and nothing is taken."""
         half, token_ids = self._rules.max_bytes // 2, self._token_ids
         text = None if self._logprobs else _find_short_text(self._parts, half)
         if text is None or not (text or token_ids) or len(token_ids) * TOKEN_BYTES > half:
-            return None
+            return False
         self._parts, self._token_ids, self._num_tokens = [], [], 0
-        return generation_pb2.GenerationDelta(index=self._index, text=text, token_ids=token_ids)
+        message.index, message.text = self._index, text
+        message.token_ids.extend(token_ids)
+        return True
 
     def take(self) -> Iterator[generation_pb2.GenerationDelta]:
         """Yields all that was gathered, in as many messages as it needs; none for nothing."""
-        if (short := self.take_short()) is not None:
+        short = generation_pb2.GenerationDelta()
+        if self.take_short(short):
             yield short
             return
         half = self._rules.max_bytes // 2  # of text; the other is for tokens
