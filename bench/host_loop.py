@@ -28,6 +28,7 @@ import asyncio
 import contextlib
 import cProfile
 import dataclasses
+import gc
 import itertools
 import json
 import random
@@ -243,6 +244,7 @@ def main() -> int:
     holds = True
     for case in build_cases(options):
         account = run_case(case, header, options)
+        gc.collect()  # the case's programs, which would take the next one's compiles for faults
         exposed = tell(case, account)
         holds &= exposed <= WANTED or not case.overlap or case.rows > 256
     return 0 if holds else 1
