@@ -248,6 +248,9 @@ class Metrics:
             "limited_chunk_steps", "Steps whose prompt tokens the target between tokens limited."
         )
         self.mixed_steps = self._counter("mixed_steps", "Steps with chunks and one-token rows.")
+        self.decode_table_tokens = self._counter(
+            "decode_table_tokens", "Tokens that decode and were planned all at once, by column."
+        )
         self.reordered_starts = self._counter(
             "reordered_starts", "Sequences that started before their turn for their cached prefix."
         )

@@ -157,6 +157,7 @@ class Planner:
             return
         step.takes_decodes = True
         decodes = table.take(rows_N, step.step_id)
+        self._metrics.decode_table_tokens.inc(len(decodes))
         if self._shares is not None:
             for sequence in table.find(decodes):
                 self._shares.count_token(sequence.request.tenant)

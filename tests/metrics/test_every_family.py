@@ -139,6 +139,7 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "chunked_prompts": ("script", {"": 2}),  # LONG's and SHORT's
     "limited_chunk_steps": ("script", {}),  # there is no target
     "mixed_steps": ("script", {"": 1}),  # 8
+    "decode_table_tokens": ("script", {}),  # few pages: tests/scheduler/test_random_operations.py
     "reordered_starts": ("script", {}),  # the order is the policy's
     "joined_running": ("script", {"": 3}),  # SHORT, BAD, GONE; those that resume join nobody
     "kv_pages_allocated": ("script", {"": 2 + 1 + 2 + 1 + 1 + 2 + 3}),

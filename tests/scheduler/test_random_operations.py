@@ -263,6 +263,7 @@ def test_who_is_followed_gets_what_all_others_get(
             assert value("useful_rows_total") == told.metrics.value("useful_rows_total")
         assert told.num_followed == told.num_by_column == 0
         num_by_column += followed.num_by_column
+        assert followed.metrics.value("decode_table_tokens_total") == followed.num_by_column
         num_followed += followed.num_followed
         num_tokens += sum(map(len, followed.outputs.values()))
     assert 0.2 * num_tokens < num_followed < num_tokens
