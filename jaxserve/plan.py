@@ -104,8 +104,8 @@ class Chunk:
 @dataclasses.dataclass(slots=True, frozen=True, eq=False, kw_only=True)
 class Decodes:
     """By column, those of a step's one-token chunks of which nothing else is to be said: the token
-    is on the device, another is sampled after it, the start + 1 - prompt_len-th of the output, and
-    no pages, forks, masks or log-probabilities go with it. Nobody changes it.
+    is on the device, what is sampled after it is `output[start + 1 - prompt_len]`, and no pages,
+    forks, masks or log-probabilities go with it. Nobody changes it.
 
     Attributes:
       sequence_ids, rows_N, starts_N, prompt_lens_N: of each, as in `Chunk`; the arrays are int32.
