@@ -91,6 +91,8 @@ class DecodeTable:
     def check(self, running: Iterable[Sequence]) -> None:
         """Asserts that who is here runs, and is as far as it is said to be."""
         by_row = {sequence.row: sequence for sequence in running}
+        held = {row for row, other in enumerate(self._sequences_B.tolist()) if other is not None}
+        assert by_row.keys() >= held, f"of rows {held} not all run"
         for row in self.find_ready().tolist():
             sequence = by_row[row]
             assert self._sequences_B[row] is sequence, f"row {row} is another's: {sequence}"

@@ -1,6 +1,6 @@
 """What tenants have had of the machine, and who of them is ahead of the others."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from jaxserve.config import SchedulerSection
@@ -57,9 +57,7 @@ class FairShares:
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """A tenant is given tokens of a step."""
-        self._levels[tenant] = self.level(tenant) + num_tokens / self._weight_of(tenant)
-        self._num_given += num_tokens
-        self._meet(tenant)
+        self._charge_all({tenant: num_tokens})
 
     def count_token(self, tenant: str) -> None:
         """A tenant is given a token, which `charge_counted` charges."""
@@ -67,9 +65,16 @@ class FairShares:
         counted[tenant] = counted.get(tenant, 0) + 1
 
     def charge_counted(self) -> None:
-        for tenant, num_tokens in self._counted.items():
-            self.charge(tenant, num_tokens)
-        self._counted.clear()
+        counted, self._counted = self._counted, {}
+        self._charge_all(counted)
+
+    def _charge_all(self, num_tokens: Mapping[str, int]) -> None:
+        """All at the same time: the order in which they were counted says nothing."""
+        self._num_given += sum(num_tokens.values())
+        for tenant in sorted(num_tokens):
+            more = num_tokens[tenant] / self._weight_of(tenant)
+            self._levels[tenant] = self.level(tenant) + more
+            self._meet(tenant)
 
     def find_ahead(self) -> None:
         """Works out who is ahead, for a step; it looks at each tenant that is present."""

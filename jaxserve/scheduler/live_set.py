@@ -65,6 +65,10 @@ class LiveSet:
         owners = {id(request) for request in self.owners.values()}
         assert len(owners) == num_requests, "an ended request is remembered"
         assert num_requests == self.num_requests, f"{num_requests} requests are live"
+        stop_ids = collections.Counter(
+            id_ for request in {s.request for s in live} for id_ in request.stop_ids
+        )
+        assert stop_ids == self.stop_ids, f"{stop_ids} end outputs, not {self.stop_ids}"
         for sequence in self.find_unforked():
             others = [s for s in sequence.request.sequences if s.id in self.sequences]
             firsts = [s for s in others if s.state is not SequenceState.UNFORKED]

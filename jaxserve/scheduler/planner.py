@@ -106,7 +106,8 @@ class Planner:
         self._metrics = metrics
         self._max_chunks = min(config.max_chunks, limits.max_chunks)
         self._may_take_decodes = min(limits.max_rows, max_step_tokens) >= running.num_rows
-        self._max_chunk_pages = pool.pages_for(limits.max_chunk_tokens)  # but for their last ones
+        # Chunks of T tokens in k sequences take k pages more at most, one for each sequence.
+        self._max_chunk_pages = pool.pages_for(limits.max_chunk_tokens)
         self._check_step(max_model_tokens)
         self.chunk_size = (
             ChunkSize(config.target_itl_s, step_times, limits) if config.target_itl_s else None
@@ -149,10 +150,12 @@ class Planner:
     def _take_decodes(self, step: StepBuilder) -> None:
         """Plans all at once who need nothing but their next token. Where somebody may have to give
         way, for rows, tokens or pages, all are asked in their order instead."""
-        table = self.running.decodes
+        if not self._may_take_decodes:
+            return
+        running, table = self.running, self.running.decodes
         rows_N = table.find_ready()
-        num_others = self.running.num_rows - len(rows_N)  # forks to come among them: a page each
-        if not self._may_take_decodes or self._pool.num_free < num_others + self._max_chunk_pages:
+        num_others = running.num_rows - running.num_free_rows - len(rows_N)  # with forks to come
+        if self._pool.num_free < num_others + self._max_chunk_pages:
             table.clear()
             return
         step.takes_decodes = True

@@ -132,7 +132,7 @@ class Settlement:
     def _find_decodes(
         self, decodes: Decodes, result: StepResult, others: list[Chunk]
     ) -> list[Sequence]:
-        """Returns those that go on, their pages kept; adds the rest to `others`."""
+        """Returns those that go on, what they filled being kept; adds the rest to `others`."""
         going_on: list[Sequence] = []
         if not decodes:
             return going_on
@@ -148,7 +148,7 @@ class Settlement:
             ):
                 others.append(decodes.chunk(place))
                 continue
-            if place in filling:
+            if place in filling or sequence.num_preemptions:  # as of all singles
                 self._publish_token(sequence, int(decodes.starts_N[place]) + 1)
             going_on.append(sequence)
         return going_on

@@ -166,6 +166,17 @@ def test_who_was_given_a_good_deal_more_than_one_that_is_present_is_ahead() -> N
     assert not shares.is_ahead("b")  # nobody else is present
 
 
+def test_in_which_order_the_tokens_of_a_step_were_counted_says_nothing() -> None:
+    for order in ("aaaaab", "baaaaa"):
+        shares = FairShares(lambda tenant: 1.0, credit_tokens=16)
+        for tenant in order:
+            shares.count_token(tenant)
+        shares.charge_counted()
+        shares.charge("c", 12)  # too few to forget b, who had its token among the first six
+        shares.find_ahead()
+        assert list(map(shares.is_ahead, "abc")) == [True, False, True], order
+
+
 def test_what_is_remembered_of_tenants_is_bounded() -> None:
     shares = FairShares(lambda tenant: 1.0)
     for number in range(5000):
