@@ -1,4 +1,4 @@
-"""The table of fault cases names tests that exist."""
+"""The table of fault cases names tests that exist, and that run."""
 
 import ast
 import re
@@ -55,10 +55,22 @@ CASES = (
 FAULTS = (TESTS.parent / "docs" / "faults.md").read_text()
 
 
-def functions_of(path: Path) -> set[str]:
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions_of(path: Path) -> dict[str, Function]:
     nodes = ast.parse(path.read_text()).body
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    return {node.name for node in nodes if isinstance(node, kinds)}
+    return {node.name: node for node in nodes if isinstance(node, Function)}
+
+
+def is_skipped(function: Function) -> bool:
+    return any(re.search("skip|xfail", ast.unparse(mark)) for mark in function.decorator_list)
+
+
+def is_empty(function: Function) -> bool:
+    """Whether it neither asserts nor calls anything."""
+    nodes = (node for part in function.body for node in ast.walk(part))
+    return not any(isinstance(node, ast.Assert | ast.Call) for node in nodes)
 
 
 def test_the_table_of_faults_names_tests_that_exist_and_all_of_them() -> None:
@@ -107,5 +119,7 @@ def check_named(rows: list[tuple[str, str]]) -> None:
         named = re.findall(r"`([\w/]+\.py)::(\w+)`", cell)
         assert named, f"{case} has no test"
         for path, name in named:
-            functions = functions_of(TESTS / path)
-            assert name in functions, f"{case}: {path} has no {name}"
+            function = functions_of(TESTS / path).get(name)
+            assert function is not None, f"{case}: {path} has no {name}"
+            assert not is_skipped(function), f"{case}: {name} is skipped"
+            assert not is_empty(function), f"{case}: {name} asserts nothing"
