@@ -78,10 +78,10 @@ class DecodeTable:
             prompt_lens_N=self._prompt_lens_B[rows_N],
         )
 
-    def find(self, decodes: Decodes) -> list[Sequence]:
+    def sequences_of(self, decodes: Decodes) -> list[Sequence]:
         """Returns the sequences of what was just taken."""
-        found: list[Sequence] = self._sequences_B[decodes.rows_N].tolist()
-        return found
+        sequences: list[Sequence] = self._sequences_B[decodes.rows_N].tolist()
+        return sequences
 
     def num_full(self, decodes: Decodes) -> int:
         """Returns how many of what was just taken fill the last page they have."""

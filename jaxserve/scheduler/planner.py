@@ -106,7 +106,7 @@ class Planner:
         self._metrics = metrics
         self._max_chunks = min(config.max_chunks, limits.max_chunks)
         self._may_take_decodes = min(limits.max_rows, max_step_tokens) >= running.num_rows
-        # Chunks of T tokens in k sequences take k pages more at most, one for each sequence.
+        # n tokens of k sequences take as many pages as of one, and k more at most.
         self._max_chunk_pages = pool.pages_for(limits.max_chunk_tokens)
         self._check_step(max_model_tokens)
         self.chunk_size = (
@@ -162,7 +162,7 @@ class Planner:
         decodes = table.take(rows_N, step.step_id)
         self._metrics.decode_table_tokens.inc(len(decodes))
         if self._shares is not None:
-            for sequence in table.find(decodes):
+            for sequence in table.sequences_of(decodes):
                 self._shares.count_token(sequence.request.tenant)
         step.num_decoding = max(step.num_decoding - len(decodes), 0)
         step.add_decodes(decodes, num_promised=table.num_full(decodes))

@@ -110,7 +110,7 @@ class Settlement:
         """Takes in the tokens of those that are followed and go on; returns all other chunks. It
         does what `_settle_token` would, in less time."""
         others: list[Chunk] = []
-        going_on = self._find_decodes(plan.decodes, result, others)
+        going_on = self._settle_decodes(plan.decodes, result, others)
         all_live, token_ids = self._live, result.token_ids
         page_size = self._pool.page_size
         for chunk in plan.singles:
@@ -129,10 +129,11 @@ class Settlement:
         self._append_all(going_on, token_ids)
         return [*others, *plan.longer]
 
-    def _find_decodes(
+    def _settle_decodes(
         self, decodes: Decodes, result: StepResult, others: list[Chunk]
     ) -> list[Sequence]:
-        """Returns those that go on, what they filled being kept; adds the rest to `others`."""
+        """Returns those that go on, once the pages they filled are kept; adds the rest to
+        `others`."""
         going_on: list[Sequence] = []
         if not decodes:
             return going_on
@@ -148,7 +149,7 @@ class Settlement:
             ):
                 others.append(decodes.chunk(place))
                 continue
-            if place in filling or sequence.num_preemptions:  # as of all singles
+            if place in filling or sequence.num_preemptions:  # as for `singles`
                 self._publish_token(sequence, int(decodes.starts_N[place]) + 1)
             going_on.append(sequence)
         return going_on
