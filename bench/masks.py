@@ -65,7 +65,6 @@ def main() -> int:
         header.tokenizer,
         eos_ids=header.eos_ids,
         vocab_size=vocab_size,
-        padded_vocab_size=header.config.padded_vocab_size,
     )
     started_s = time.monotonic()
     constraints.build(SamplingParams(), StructuredOutput(kind="regex", text="first"))
@@ -94,7 +93,10 @@ def tell(
         builds_s.append(time.monotonic() - started_s)
     assert first is not None
     ends = frozenset(eos_ids)
-    rows = [Row(first.fork(), seed, ends) for seed in range(options.rows)]
+    rows = [
+        Row(first.fork(), seed, ends, num_words=constraints.num_words)
+        for seed in range(options.rows)
+    ]
     taken_s: list[float] = []
     steps_s: list[float] = []
     for _ in range(options.tokens):
@@ -113,25 +115,29 @@ def tell(
 class Row:
     """One output that is drawn at random."""
 
-    def __init__(self, constraint: Constraint, seed: int, eos_ids: Set[int]) -> None:
+    def __init__(
+        self, constraint: Constraint, seed: int, eos_ids: Set[int], *, num_words: int
+    ) -> None:
         self._constraint = constraint
         self._random = random.Random(seed)
         self._eos_ids = eos_ids
+        self._mask: TokenMask = np.zeros(num_words, np.uint32)
+        self._output: list[int] = []
         self.is_over = False
 
     def step(self) -> float:
         """Returns the seconds of this thread's processor that a token took."""
         started_s = time.thread_time()
         try:
-            mask = self._constraint.fill_mask()
+            self._constraint.read(self._output)
+            self._constraint.fill(self._mask)
             mask_s = time.thread_time() - started_s
-            token_id = self._draw(mask)
-            started_s = time.thread_time()
-            self._constraint.advance(token_id)
+            self._constraint.charge(mask_s)
         except RequestError:  # it costs more than it may
             self.is_over = True
             return time.thread_time() - started_s
-        return mask_s + time.thread_time() - started_s
+        self._output.append(self._draw(self._mask))
+        return mask_s
 
     def _draw(self, mask: TokenMask) -> int:
         ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jaxserve
@@ -31,7 +31,7 @@ from jaxserve.config import MeasureSection, load_config
 from jaxserve.engine.step_clock import StepClock
 from jaxserve.measure.phases import StepCosts
 from jaxserve.metrics import Metrics
-from jaxserve.plan import Bucket, Chunk, HostPhase, StepPlan, StepResult, TokenMask
+from jaxserve.plan import Bucket, Chunk, HostPhase, StepMasks, StepPlan, StepResult
 from jaxserve.request import SamplingParams
 
 PROMPT_LEN = 48
@@ -172,7 +172,7 @@ class Flight:
     def is_ready(self) -> bool:
         return self.has_ended
 
-    def launch_output(self, masks: Mapping[int, TokenMask]) -> None:
+    def launch_output(self, masks: StepMasks) -> None:
         raise AssertionError("no row of it is masked")
 
     def wait(self) -> None:

@@ -67,14 +67,15 @@ class SimulatedDevice:
 
 
 def _allowed(token_R: np.ndarray, mask_RW: np.ndarray) -> np.ndarray:
-    """Returns each row's token where its mask has it, else another that it has."""
+    """Returns each row's token where its mask has it, else the next above it that it has."""
     places_R = np.arange(len(token_R))
     has_R = mask_RW[places_R, token_R // 32] >> (token_R % 32).astype(np.uint32) & 1
-    for r in np.flatnonzero(has_R == 0):
-        (words,) = np.nonzero(mask_RW[r])
-        word = int(words[token_R[r] % len(words)])
-        bits = [bit for bit in range(32) if mask_RW[r, word] >> np.uint32(bit) & 1]
-        token_R[r] = 32 * word + bits[token_R[r] % len(bits)]
+    for r in np.flatnonzero(has_R == 0):  # a few; the simulation shall take little time
+        begin = token_R[r] // 32 + 1
+        words = np.r_[mask_RW[r, begin:], mask_RW[r, :begin]]
+        place = int((words != 0).argmax())
+        word = int(words[place])
+        token_R[r] = 32 * ((begin + place) % len(words)) + (word & -word).bit_length() - 1
     return token_R
 
 

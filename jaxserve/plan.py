@@ -5,8 +5,9 @@ Both are values: ids, counts and page moves, never a live `Request`.
 
 import dataclasses
 import functools
+import itertools
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, Protocol
 
 import numpy as np
@@ -105,16 +106,18 @@ class Chunk:
 class Decodes:
     """By column, those of a step's one-token chunks of which nothing else is to be said: the token
     is on the device, what is sampled after it is `output[start + 1 - prompt_len]`, and no pages,
-    forks, masks or log-probabilities go with it. Nobody changes it.
+    forks or log-probabilities go with it. Nobody changes it.
 
     Attributes:
-      sequence_ids, rows_N, starts_N, prompt_lens_N: of each, as in `Chunk`; the arrays are int32.
+      sequence_ids, rows_N, starts_N, prompt_lens_N, is_masked_N: of each, as in `Chunk`; the
+        arrays are int32, the last one bool.
     """
 
     sequence_ids: list[int]
     rows_N: np.ndarray
     starts_N: np.ndarray
     prompt_lens_N: np.ndarray
+    is_masked_N: np.ndarray
 
     def __len__(self) -> int:
         return len(self.sequence_ids)
@@ -131,11 +134,18 @@ class Decodes:
             samples=True,
             output_index=start + 1 - prompt_len,
             prompt_len=prompt_len,
+            is_masked=bool(self.is_masked_N[place]),
         )
 
 
 _NONE: Final = np.zeros(0, np.int32)
-NO_DECODES: Final = Decodes(sequence_ids=[], rows_N=_NONE, starts_N=_NONE, prompt_lens_N=_NONE)
+NO_DECODES: Final = Decodes(
+    sequence_ids=[],
+    rows_N=_NONE,
+    starts_N=_NONE,
+    prompt_lens_N=_NONE,
+    is_masked_N=np.zeros(0, bool),
+)
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -260,14 +270,19 @@ class StepPlan:
         return self.num_rows + sum(chunk.num_tokens for chunk in self.longer)
 
     @functools.cached_property
-    def masked(self) -> tuple[Chunk, ...]:
-        """Those that sample under masks."""
-        return tuple([chunk for chunk in self.others if chunk.is_masked and chunk.samples])
+    def masked_ids(self) -> list[int]:
+        """Sequences that sample under masks, forks too."""
+        decodes = self.decodes
+        ids = list(itertools.compress(decodes.sequence_ids, decodes.is_masked_N))
+        for chunk in self.others:
+            if chunk.is_masked and chunk.samples:
+                ids += (chunk.sequence_id, *(fork.sequence_id for fork in chunk.forks))
+        return ids
 
     @property
     def needs_masks(self) -> bool:
         """Whether the output waits for `InFlight.launch_output`."""
-        return bool(self.masked)
+        return bool(self.masked_ids)
 
 
 @dataclasses.dataclass(slots=True, frozen=True, order=True, kw_only=True)
@@ -312,8 +327,22 @@ class TokenLogprobs:
 
 
 # Bits of the tokens that may be sampled: uint32 words, token v is bit v % 32 of word v // 32;
-# ceil(padded vocabulary / 32) words.
+# ceil(vocabulary / 32) words.
 TokenMask = np.ndarray
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False, kw_only=True)
+class StepMasks:
+    """What the rows of a step may sample.
+
+    Attributes:
+      sequence_ids: whose masks these are; a masked sequence that is not among them may sample
+        anything.
+      masks_NV: a `TokenMask` of each.
+    """
+
+    sequence_ids: Sequence[int]
+    masks_NV: np.ndarray
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -372,13 +401,10 @@ class InFlight(Protocol):
         """Whether the device is done with it; does not wait, and may be asked after `result`."""
         ...
 
-    def launch_output(self, masks: Mapping[int, TokenMask]) -> None:
+    def launch_output(self, masks: StepMasks) -> None:
         """Dispatch the output of a step whose plan `needs_masks`, once, before `result`.
 
-        No later step may be launched before it. The arrays are not kept.
-
-        Args:
-          masks: by sequence id; a masked sequence that is not in it may sample anything.
+        No later step may be launched before it. The array is not kept.
         """
         ...
 

@@ -24,6 +24,7 @@ from jaxserve.plan import (
     Laps,
     RowLoad,
     StepLimits,
+    StepMasks,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -87,6 +88,13 @@ def say(outputs: Mapping[tuple[int, ...] | None, Sequence[int]]) -> Script:
         return tokens[output_index] if 0 <= output_index < len(tokens) else None
 
     return script
+
+
+def stack_masks(masks: Mapping[int, TokenMask], vocab_size: int = VOCAB_SIZE) -> StepMasks:
+    """Returns masks by sequence id as a step's."""
+    num_words = -(-vocab_size // 32)
+    masks_NV = np.array(list(masks.values()), np.uint32).reshape(-1, num_words)
+    return StepMasks(sequence_ids=list(masks), masks_NV=masks_NV)
 
 
 def build_mask(token_ids: Iterable[int], vocab_size: int = VOCAB_SIZE) -> TokenMask:
@@ -221,10 +229,10 @@ class FakeInFlight:
     def is_ready(self) -> bool:
         return self._is_read
 
-    def launch_output(self, masks: Mapping[int, TokenMask]) -> None:
+    def launch_output(self, masks: StepMasks) -> None:
         _require(self.plan.needs_masks, f"step {self.plan.step_id} needs no masks")
         _require(not self.has_output, f"step {self.plan.step_id}: the output is launched already")
-        self._runner.sample(self, masks)
+        self._runner.sample(self, dict(zip(masks.sequence_ids, masks.masks_NV, strict=True)))
 
     def result(self) -> StepResult:
         """Its time, in which tests move their clocks, is that of waiting for the device."""

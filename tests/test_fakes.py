@@ -8,7 +8,15 @@ import pytest
 from jaxserve.plan import Chunk, Fork, PageCopy, PromptScoring, RowLoad, StepLimits, StepPlan
 from jaxserve.request import SamplingParams
 from tests.fake_logprobs import expected_logprobs, expected_prompt_logprobs, next_logprobs
-from tests.fakes import VOCAB_SIZE, FakeRunner, PlanError, build_mask, expected_output, say
+from tests.fakes import (
+    VOCAB_SIZE,
+    FakeRunner,
+    PlanError,
+    build_mask,
+    expected_output,
+    say,
+    stack_masks,
+)
 
 GREEDY = SamplingParams(temperature=0.0)
 LIMITS = StepLimits(max_rows=2, max_chunk_tokens=8, chunk_tile=4, max_chunks=2, max_seqs=2)
@@ -268,18 +276,18 @@ def test_a_masked_step_waits_for_its_masks_and_keeps_to_them() -> None:
         runner.launch(go_on(2, position=3, into_copy=True))
     runner = make_runner()
     step = runner.launch(change(fork_two(), is_masked=True))
-    step.launch_output({1: build_mask([77]), 2: build_mask([])})
+    step.launch_output(stack_masks({1: build_mask([77]), 2: build_mask([])}))
     result = step.result()
     assert (result.token_ids[1], result.not_finite) == (77, frozenset({2}))
     with pytest.raises(PlanError, match="launched already"):
-        step.launch_output({})
+        step.launch_output(stack_masks({}))
 
 
 def test_a_masked_token_is_what_the_oracle_says() -> None:
     runner = make_runner()
     step = runner.launch(change(fork_two(), is_masked=True))
     mask = build_mask(range(40, 50))
-    step.launch_output({1: mask, 2: mask})
+    step.launch_output(stack_masks({1: mask, 2: mask}))
     tokens = step.result().token_ids
     for choice in (0, 1):
         wanted = expected_output(

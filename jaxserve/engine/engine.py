@@ -34,6 +34,7 @@ from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.step_time import StepTimes
 from jaxserve.text.chat_output import find_parsers
 from jaxserve.text.constraints import Constraint, Constraints
+from jaxserve.text.mask_batch import MaskBatch
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -102,12 +103,19 @@ class Engine:
             step_times=step_times,
             weight_of=self.quotas.weight,
         )
+        self._constraints = Constraints(
+            tokenizer,
+            eos_ids=model.eos_ids,
+            vocab_size=model.vocab_size,
+            max_bytes=config.limits.max_grammar_bytes,
+        )
         self._intake = Intake(config.limits)  # where other threads and the engine's meet
         self._loop = EngineLoop(
             runner=runner,
             scheduler=self._scheduler,
             intake=self._intake,
             quotas=self.quotas,
+            masks=MaskBatch(self._constraints.num_words),
             config=config,
             metrics=metrics,
             clock=clock,
@@ -115,13 +123,6 @@ class Engine:
         self.trace = self._loop.trace
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._listeners: list[Callable[[EngineState], None]] = []
-        self._constraints = Constraints(
-            tokenizer,
-            eos_ids=model.eos_ids,
-            vocab_size=model.vocab_size,
-            padded_vocab_size=model.padded_vocab_size,
-            max_bytes=config.limits.max_grammar_bytes,
-        )
 
     # any thread
 

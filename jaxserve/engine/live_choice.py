@@ -62,7 +62,7 @@ class LiveChoice:
 
     Attributes:
       stops: makes the text here; None leaves that to the reader.
-      constraint: what may be drawn next; None is everything. It has seen each delivered token once.
+      constraint: what may be drawn next; None is everything. It reads each token of `output` once.
       output, output_s: the tokens, and when each was on the host; its sequence's own lists, the
         last of which the stream may not have yet.
       num_output: tokens in the stream; of one that is followed, at its end.

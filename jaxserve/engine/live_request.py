@@ -252,7 +252,6 @@ def build_live_request(
     constraints = [constraint.fork() if constraint and index else constraint for index in indices]
     request.is_followed = (
         max_bytes >= MIN_FOLLOWED_BYTES
-        and constraint is None
         and sampling.num_choices == 1
         and not sampling.stop_strings
         and sampling.logprobs is None

@@ -22,7 +22,6 @@ from jaxserve.errors import (
     EngineDeadError,
     NotServingError,
     NumericsError,
-    RequestError,
     SlowReaderError,
 )
 from jaxserve.metrics import Metrics
@@ -30,6 +29,7 @@ from jaxserve.plan import Runner, StepPlan
 from jaxserve.request import FinishReason, Request, Sequence
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.settlement import Update
+from jaxserve.text.mask_batch import MaskBatch
 
 OVERLAP_DEPTH: Final = 2  # steps launched before the oldest must be read
 
@@ -59,6 +59,7 @@ class EngineLoop:
         scheduler: Scheduler,
         intake: Intake,
         quotas: Quotas,
+        masks: MaskBatch,
         config: Config,
         metrics: Metrics,
         clock: Callable[[], float],
@@ -66,6 +67,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._intake = intake
         self._quotas = quotas
+        self._masks = masks
         self._config = config
         self._metrics = metrics
         self._clock = clock
@@ -179,11 +181,12 @@ class EngineLoop:
         while len(self._in_flight) > 1:
             self._retire()
         self._steps.lap("commit")
-        masks = fill_masks(plan, self._by_sequence)
-        for choice, error in masks.failed:
+        masks, failed = fill_masks(plan, self._by_sequence, self._masks)
+        for choice, error in failed:
             self._finish(choice.live.request, error)
+        self._metrics.batched_masks.inc(self._masks.num_together)
         self._steps.lap("mask")
-        self._in_flight.launch_output(masks.by_sequence)
+        self._in_flight.launch_output(masks)
 
     def _give_turns(self, now_s: float) -> None:
         """Has readers work beside the device: once a step, when it has the next to do."""
@@ -236,11 +239,6 @@ class EngineLoop:
             self.accounts.add_prompt(live, now_s)
         if update.finish is not None:
             self._end_choice(choice, update, now_s=now_s)
-        elif choice.constraint is not None and token_id is not None:
-            try:
-                choice.constraint.advance(token_id)
-            except RequestError as error:
-                self._finish(live.request, error)
 
     def _end_choice(self, choice: LiveChoice, update: Update, *, now_s: float) -> None:
         """Ends a choice, and with the last one the request."""

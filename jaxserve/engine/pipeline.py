@@ -2,11 +2,10 @@
 
 import collections
 import logging
-from collections.abc import Mapping
 
 from jaxserve.engine.step_clock import StepClock
 from jaxserve.metrics import Metrics
-from jaxserve.plan import InFlight, Runner, StepPlan, StepResult, TokenMask
+from jaxserve.plan import InFlight, Runner, StepMasks, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class Pipeline:
         self._steps.append((plan, in_flight))
         self._metrics.step_tokens.observe(plan.num_tokens)
 
-    def launch_output(self, masks: Mapping[int, TokenMask]) -> None:
+    def launch_output(self, masks: StepMasks) -> None:
         """Dispatches the output of the newest step, all others being retired."""
         ((plan, in_flight),) = self._steps
         assert plan.needs_masks, f"step {plan.step_id} has its output already"

@@ -2,9 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Final
-
-VOCAB_MULTIPLE: Final = 64
 
 
 @dataclasses.dataclass(slots=True, frozen=True, kw_only=True)
@@ -42,8 +39,3 @@ class ServedModel:
     changing_ropes: tuple[tuple[str, int], ...] = ()
     kv_dtype: str = ""
     kv_scales: str = ""
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """The vocabulary as arrays hold it: `model.config` pads it to the same multiple."""
-        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

@@ -210,6 +210,9 @@ class Metrics:
             "sampler_fallbacks", "Steps whose filters needed more than the candidate cap."
         )
         self.masked_tokens = self._counter("masked_tokens", "Tokens sampled under a mask.")
+        self.batched_masks = self._counter(
+            "batched_masks", "Masks of grammars that were worked out with others' in one call."
+        )
         self.scored_tokens = self._counter(
             "scored_tokens", "Prompt tokens whose log-probabilities were worked out."
         )

@@ -10,9 +10,9 @@ from jaxserve.shapes import check_shapes
 WORD_BITS = 32
 
 
-def num_words(padded_vocab_size: int) -> int:
-    """Returns the words of one row's mask."""
-    return padded_vocab_size // WORD_BITS
+def num_words(vocab_size: int) -> int:
+    """Returns the words of one row's mask, for so many ids."""
+    return -(-vocab_size // WORD_BITS)
 
 
 def keep_allowed(logits_BV: jax.Array, mask_BW: jax.Array) -> jax.Array:

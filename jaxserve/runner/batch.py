@@ -15,7 +15,7 @@ decode bucket 3 and chunk bucket 16 (``B`` is one past the last state row):
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jax import Array
@@ -23,7 +23,7 @@ from jax import numpy as jnp
 
 from jaxserve.model.masks import num_words
 from jaxserve.model.transformer import TokenBatch
-from jaxserve.plan import Bucket, Chunk, Fork, PageCopy, StepPlan, TokenMask
+from jaxserve.plan import Bucket, Chunk, Fork, PageCopy, StepMasks, StepPlan
 from jaxserve.runner.buckets import BucketScheme, OutputBucket, plan_shape
 from jaxserve.runner.spec import RunnerSpec
 from jaxserve.shapes import check_shapes
@@ -41,7 +41,7 @@ def _nothing() -> np.ndarray:
 @dataclasses.dataclass(slots=True, frozen=True, eq=False, kw_only=True)
 class SampledRows:
     """The tokens that a step samples: a chunk's, and then those of its forks. An entry of each
-    column is a token's; ``S`` of them, int32 where it is an array.
+    column is a token's; ``S`` of them, int32 where it is an array, `is_masked_S` bool.
 
     Attributes:
       hidden_indices_S: where the hidden state lies that it is sampled from; forks share it.
@@ -53,7 +53,7 @@ class SampledRows:
     hidden_indices_S: np.ndarray = dataclasses.field(default_factory=_nothing)
     output_indices_S: np.ndarray = dataclasses.field(default_factory=_nothing)
     num_top: list[int | None] = dataclasses.field(default_factory=list)
-    is_masked: list[bool] = dataclasses.field(default_factory=list)
+    is_masked_S: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, bool))
 
     def __len__(self) -> int:
         return len(self.sequence_ids)
@@ -137,7 +137,9 @@ def find_sampled_rows(plan: StepPlan, bucket: Bucket, spec: RunnerSpec) -> Sampl
             decodes.starts_N + 1 - decodes.prompt_lens_N, [chunk.output_index for chunk in chunks]
         ),
         num_top=[*[None] * D, *[chunk.num_top for chunk in chunks]],
-        is_masked=[False] * D + [chunk.is_masked for chunk in chunks],
+        is_masked_S=np.append(
+            decodes.is_masked_N, np.array([chunk.is_masked for chunk in chunks], bool)
+        ),
     )
 
 
@@ -176,23 +178,29 @@ def build_output_rows(sampled: SampledRows, output: OutputBucket, spec: RunnerSp
 
 
 def build_masks(
-    sampled: SampledRows,
-    masks: Mapping[int, TokenMask],
-    output: OutputBucket,
-    spec: RunnerSpec,
+    sampled: SampledRows, masks: StepMasks, output: OutputBucket, spec: RunnerSpec
 ) -> np.ndarray:
-    """Returns the output program's ``mask_RW``: a copy of the masks, and all ones elsewhere."""
-    W = num_words(spec.model.padded_vocab_size)
-    known = set(itertools.compress(sampled.sequence_ids, sampled.is_masked))
-    assert masks.keys() <= known, f"masks of {masks.keys() - known}, which the step does not mask"
-    mask_RW = np.full((output.rows, W), _ALL_BITS)
-    for r, sequence_id in enumerate(sampled.sequence_ids):
-        mask_W = masks.get(sequence_id)
-        if mask_W is not None:
-            assert mask_W.dtype == np.uint32, f"a mask is uint32, got {mask_W.dtype}"
-            assert mask_W.shape == (W,), f"a mask has {W} words, got shape {mask_W.shape}"
-            mask_RW[r] = mask_W
+    """Returns the output program's ``mask_RW``: a copy of the masks, in which nothing of the
+    vocabulary's padding is allowed, and all ones elsewhere."""
+    N, V = len(masks.sequence_ids), num_words(spec.model.vocab_size)  # of the real vocabulary
+    masks_NV = masks.masks_NV
+    assert masks_NV.dtype == np.uint32, f"masks are uint32, got {masks_NV.dtype}"
+    assert masks_NV.shape == (N, V), f"{N} masks have {V} words each, got shape {masks_NV.shape}"
+    is_masked_S = sampled.is_masked_S
+    masked_ids = itertools.compress(sampled.sequence_ids, is_masked_S)
+    rows = dict(zip(masked_ids, np.flatnonzero(is_masked_S).tolist(), strict=True))
+    unknown = set(masks.sequence_ids) - rows.keys()
+    assert not unknown, f"masks of {unknown}, which the step does not mask"
+    mask_RW = build_no_masks(output, spec)
+    rows_N = [rows[sequence_id] for sequence_id in masks.sequence_ids]
+    mask_RW[rows_N, :V] = masks_NV
+    mask_RW[rows_N, V:] = 0
     return mask_RW
+
+
+def build_no_masks(output: OutputBucket, spec: RunnerSpec) -> np.ndarray:
+    """Returns the ``mask_RW`` of a step that masks nothing."""
+    return np.full((output.rows, num_words(spec.model.padded_vocab_size)), _ALL_BITS)
 
 
 def build_page_copies(copies: Sequence[PageCopy], spec: RunnerSpec) -> Iterator[np.ndarray]:

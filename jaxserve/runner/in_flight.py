@@ -1,15 +1,15 @@
 """A launched step, until its result is read."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
 from jaxserve.metrics import Metrics
-from jaxserve.plan import Laps, StepResult, TokenMask
+from jaxserve.plan import Laps, StepMasks, StepResult
 from jaxserve.runner.results import ResultLayout, read_result
 
 # Dispatches a step's output under masks and returns its result.
-LaunchOutput = Callable[[Mapping[int, TokenMask]], jax.Array]
+LaunchOutput = Callable[[StepMasks], jax.Array]
 
 
 def _keep_nothing() -> None:
@@ -68,12 +68,8 @@ class LaunchedStep:
             return False
         return all(array.is_ready() for array in self._arrays)  # type: ignore[attr-defined]  # is there
 
-    def launch_output(self, masks: Mapping[int, TokenMask]) -> None:
-        """Dispatches the output of a step that waits for masks, once.
-
-        Args:
-          masks: by sequence id; copied.
-        """
+    def launch_output(self, masks: StepMasks) -> None:
+        """Dispatches the output of a step that waits for masks, once. They are copied."""
         launch_output = self._launch_output
         assert launch_output is not None, "a step's output is launched once, and only under masks"
         self._launch_output = None

@@ -26,7 +26,7 @@ class RowVariants:
     def find(self, sampled: SampledRows) -> Variant:
         """Returns the least variant that serves every row to sample."""
         rows_S = sampled.rows_S
-        if any(sampled.is_masked) or sampled.num_top.count(None) < len(rows_S):
+        if sampled.is_masked_S.any() or sampled.num_top.count(None) < len(rows_S):
             return "full"
         if np.any(sampled.output_indices_S < self._min_tokens_B[rows_S]):
             return "full"

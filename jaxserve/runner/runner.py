@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,14 +23,15 @@ from jaxserve.plan import (
     PageCopy,
     RowLoad,
     StepLimits,
+    StepMasks,
     StepPlan,
-    TokenMask,
 )
 from jaxserve.runner import state
 from jaxserve.runner.batch import (
     SWAP_WIDTH,
     SampledRows,
     build_masks,
+    build_no_masks,
     build_output_rows,
     build_packed,
     build_page_copies,
@@ -152,7 +153,7 @@ class Runner:
         self._head = head_params(self._params)
         with naming_lack_of_memory():
             self._no_mask = {
-                output: jax.device_put(build_masks(SampledRows(), {}, output, self._spec))
+                output: jax.device_put(build_no_masks(output, self._spec))
                 for output in self._scheme.outputs
                 if output.variant == "full"
             }
@@ -254,7 +255,7 @@ class Runner:
         sampled: SampledRows,
         output: OutputBucket,
         rows_4R: np.ndarray,
-        masks: Mapping[int, TokenMask],
+        masks: StepMasks,
         *,
         bucket: Bucket,
         laps: Laps,
@@ -265,7 +266,7 @@ class Runner:
         with jax.transfer_guard("disallow"), self._programs.running(bucket):
             result_RI = self._run_output(output, rows_4R, mask_RW=jax.device_put(mask_RW))
         self._awaiting_masks = None
-        self._metrics.masked_tokens.inc(len(masks))
+        self._metrics.masked_tokens.inc(len(masks.sequence_ids))
         self._check_no_recompile()
         return result_RI
 

@@ -27,6 +27,7 @@ class DecodeTable:
         self._until_B = np.full(num_rows, NOBODY, np.int32)
         self._page_ends_B = np.zeros(num_rows, np.int32)
         self._prompt_lens_B = np.zeros(num_rows, np.int32)
+        self._is_masked_B = np.zeros(num_rows, bool)
 
     def enter(self, sequence: Sequence) -> None:
         """One that is followed was planned a token that it decodes alone: it is here from the next
@@ -45,6 +46,7 @@ class DecodeTable:
         self._until_B[row] = until
         self._page_ends_B[row] = page_end
         self._prompt_lens_B[row] = prompt_len
+        self._is_masked_B[row] = sequence.request.is_masked
 
     def leave(self, row: int) -> None:
         """Twice is as once."""
@@ -76,6 +78,7 @@ class DecodeTable:
             rows_N=rows_N,
             starts_N=starts_N,
             prompt_lens_N=self._prompt_lens_B[rows_N],
+            is_masked_N=self._is_masked_B[rows_N],
         )
 
     def sequences_of(self, decodes: Decodes) -> list[Sequence]:

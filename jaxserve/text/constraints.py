@@ -2,9 +2,10 @@
 
 import copy
 import threading
-from collections.abc import Collection, Set
+from collections.abc import Collection, Sequence, Set
 from typing import Final
 
+import llguidance
 import numpy as np
 
 from jaxserve.errors import InvalidRequestError
@@ -25,6 +26,9 @@ class Constraints:
     """Builds the constraint of a request; one for each engine, for any thread.
 
     The vocabulary is prepared for grammars when the first one comes.
+
+    Attributes:
+      num_words: of a mask.
     """
 
     def __init__(
@@ -33,7 +37,6 @@ class Constraints:
         *,
         eos_ids: Collection[int],
         vocab_size: int,
-        padded_vocab_size: int,
         max_bytes: int = MAX_GRAMMAR_BYTES,
     ) -> None:
         """Args:
@@ -42,7 +45,7 @@ class Constraints:
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._num_words = -(-padded_vocab_size // WORD_BITS)
+        self.num_words = -(-vocab_size // WORD_BITS)
         self._max_bytes = max_bytes
         self._eos_ids: Final = frozenset(id for id in eos_ids if 0 <= id < vocab_size)
         self._everything: Final = self._mask(range(vocab_size))
@@ -68,6 +71,7 @@ class Constraints:
         end_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)}
         eos_ids = frozenset() if sampling.ignore_eos else self._eos_ids
         words = tokenize_bad_words(sampling.bad_words, self._tokenizer, eos_ids=eos_ids)
+        words = frozenset(word for word in words if max(word) < self._vocab_size)  # all others
         return Constraint(
             allowed=self._read_allowed(sampling, eos_ids=eos_ids, end_ids=end_ids),
             eos=self._mask(eos_ids),
@@ -75,7 +79,6 @@ class Constraints:
             min_tokens=sampling.min_tokens,
             bad_words=BadWords(words) if words else None,
             grammar=None if structured is None else self._open_grammar(structured),
-            vocab_size=self._vocab_size,
             everything=self._everything,
         )
 
@@ -115,7 +118,7 @@ class Constraints:
         return self._mask({*ids, *eos_ids, *sampling.stop_token_ids})
 
     def _mask(self, ids: Collection[int]) -> TokenMask:
-        return build_mask(ids, self._num_words)
+        return build_mask(ids, self.num_words)
 
 
 class Constraint:
@@ -134,11 +137,10 @@ class Constraint:
         min_tokens: int,
         bad_words: BadWords | None,
         grammar: Grammar | None,
-        vocab_size: int,
         everything: TokenMask,
     ) -> None:
         """Args:
-        allowed: all that may ever come, what ends the output too; of the padded vocabulary.
+        allowed: all that may ever come, what ends the output too.
         everything: of the vocabulary.
         eos: nothing set where EOS does not end the output.
         not_ends: all but what ends the output.
@@ -148,62 +150,81 @@ class Constraint:
         self._plain, self._allowed = allowed, allowed.copy()
         if bad_words is not None:
             _clear(self._allowed, bad_words.always)
-        self._num_real_words = -(-vocab_size // WORD_BITS)
         self._is_grammar_alone = bad_words is None and allowed is everything
         self._num_tokens = 0
         self._tail: list[int] = []
-        self._set_mask(np.zeros_like(allowed))
 
     def fork(self) -> "Constraint":
         """Returns a copy for another choice with the same output so far."""
         fork = copy.copy(self)
         fork._grammar = None if self._grammar is None else self._grammar.fork()
         fork._tail = list(self._tail)
-        fork._set_mask(np.zeros_like(self._mask))
         return fork
 
-    def _set_mask(self, mask: TokenMask) -> None:
-        self._mask = mask
-        real = mask[: self._num_real_words]
-        self._address, self._num_bytes = real.ctypes.data, real.nbytes  # slow to ask for each time
+    def read(self, output: Sequence[int]) -> None:
+        """Read what the output has got since the last time.
 
-    def advance(self, token_id: int) -> None:
-        """Read a token of the output.
+        Args:
+          output: all of it.
 
         Raises:
           BadGrammarError: the grammar costs too much to follow; the request cannot go on.
         """
-        self._num_tokens += 1
-        if self._bad_words is not None:
-            self._tail.append(token_id)
-            if len(self._tail) > self._bad_words.num_needed:
-                del self._tail[0]
-        if self._grammar is not None and not self._grammar.is_ended:
-            self._grammar.advance(token_id)
+        for token_id in output[self._num_tokens :]:
+            self._num_tokens += 1
+            if self._bad_words is not None:
+                self._tail.append(token_id)
+                if len(self._tail) > self._bad_words.num_needed:
+                    del self._tail[0]
+            if self._grammar is not None and not self._grammar.is_ended:
+                self._grammar.read(token_id)
 
-    def fill_mask(self) -> TokenMask:
-        """Returns what may come next, at least one token; good until the next call.
+    @property
+    def matcher(self) -> llguidance.LLMatcher | None:
+        """What is to fill a mask before `finish`; None where nothing is."""
+        grammar = self._grammar
+        return None if grammar is None or grammar.is_ended else grammar.matcher
+
+    def fill(self, mask_V: TokenMask) -> None:
+        """Write what may come next, at least one token.
 
         Raises:
           BadGrammarError: the grammar costs too much to follow; the request cannot go on.
         """
-        mask = self._mask
-        if self._grammar is None:
-            mask[:] = self._allowed
-        elif self._grammar.is_ended:
-            mask[:] = self._eos
-            return mask
+        if (matcher := self.matcher) is not None:
+            matcher.unsafe_compute_mask_ptr(mask_V.ctypes.data, mask_V.nbytes)
+        self.finish(mask_V)
+
+    def finish(self, mask_V: TokenMask) -> None:
+        """Do the rest of `fill`: the matcher has filled the mask, where there is one.
+
+        Raises:
+          BadGrammarError: as `fill`.
+        """
+        grammar = self._grammar
+        if grammar is None:
+            mask_V[:] = self._allowed
+        elif grammar.is_ended:
+            mask_V[:] = self._eos
+            return
         else:
-            mask[:] = 0
-            self._grammar.fill(self._address, self._num_bytes)
+            grammar.mend(mask_V)
             if self._is_grammar_alone:
-                return mask
-            np.bitwise_and(mask, self._allowed, out=mask)
+                return
+            np.bitwise_and(mask_V, self._allowed, out=mask_V)
         if self._bad_words is not None:
-            _clear(mask, self._bad_words.find_banned(self._tail))
-        if not self._has_choice(mask):
-            mask[:] = self._eos if self._may_end and self._eos.any() else self._plain
-        return mask
+            _clear(mask_V, self._bad_words.find_banned(self._tail))
+        if not self._has_choice(mask_V):
+            mask_V[:] = self._eos if self._may_end and self._eos.any() else self._plain
+
+    def charge(self, seconds: float) -> None:
+        """Take in what `read` and `fill` took for a token, of a core.
+
+        Raises:
+          BadGrammarError: the grammar costs too much to follow; the request cannot go on.
+        """
+        if self._grammar is not None:
+            self._grammar.charge(seconds)
 
     @property
     def _may_end(self) -> bool:

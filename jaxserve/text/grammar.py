@@ -1,11 +1,11 @@
 """One output's place in its grammar: what may come next."""
 
 import copy
-import time
 from collections.abc import Collection
 from typing import Final
 
 from jaxserve.errors import BadGrammarError
+from jaxserve.plan import TokenMask
 from jaxserve.text.grammar_compiler import GrammarCompiler, explain
 
 MAX_ANEW_S: Final = 0.05  # the engine's thread waits for it
@@ -22,7 +22,12 @@ class Grammar:
     that others used before meets that bound, it is compiled anew and reads the output again; one
     that meets it alone is too complex, and so is one that takes long to compile.
 
-    Each token may take `TOKEN_S` of a core, and of what earlier ones left at most `SAVED_S`.
+    Each token may take `TOKEN_S` of a core, and of what earlier ones left at most `SAVED_S`: who
+    measures it tells by `charge`.
+
+    Attributes:
+      matcher: another after each error.
+      is_ended: by EOS; there is nothing more to read or to ask then.
     """
 
     def __init__(
@@ -34,7 +39,7 @@ class Grammar:
         self._compiler, self._source, self._field = compiler, source, field
         self._eos_ids = frozenset(eos_ids)
         self._compiled = compiler.compile(source, field=field)
-        self._matcher = self._compiled.matcher.deep_copy()
+        self.matcher = self._compiled.matcher.deep_copy()
         self._output: list[int] = []
         self._left_s = SAVED_S
         self.is_ended = False
@@ -42,48 +47,45 @@ class Grammar:
     def fork(self) -> "Grammar":
         """Returns a copy that goes on by itself."""
         fork = copy.copy(self)
-        fork._matcher = self._matcher.deep_copy()
+        fork.matcher = self.matcher.deep_copy()
         fork._output = list(self._output)
         return fork
 
-    def advance(self, token_id: int) -> None:
+    def read(self, token_id: int) -> None:
         """Read a token of the output.
 
         Raises:
-          BadGrammarError: the token does not fit, or reading it costs too much.
-          QueueFullError: as `GrammarCompiler.compile_anew`; so does `fill`.
+          BadGrammarError: the token does not fit, or the grammar is too complex.
+          QueueFullError: as `GrammarCompiler.compile_anew`; so does `mend`.
         """
         if token_id in self._eos_ids:
             self.is_ended = True
             return
         self._output.append(token_id)
-        started_s = time.thread_time()
-        if not self._matcher.consume_token(token_id):
+        if not self.matcher.consume_token(token_id):
             self._start_anew()
-        self._spend(time.thread_time() - started_s)
 
-    def fill(self, address: int, num_bytes: int) -> None:
-        """Write which tokens may come next, EOS where the output is complete; never nothing.
-
-        Args:
-          address: of the first word of a `TokenMask`.
-          num_bytes: of as many words as the vocabulary needs without padding.
+    def mend(self, mask_V: TokenMask) -> None:
+        """Write once more what the matcher was to write, where it met an error with it: which
+        tokens may come next, EOS where the output is complete; never nothing.
 
         Raises:
-          BadGrammarError: nothing can come next, or finding out costs too much.
+          BadGrammarError: nothing can come next, or the grammar is too complex.
         """
-        self._left_s = min(SAVED_S, self._left_s + TOKEN_S)
-        started_s = time.thread_time()
-        self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
-        self._spend(time.thread_time() - started_s)
-        if self._matcher.is_error():
-            self._start_anew()
-            self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
-            if self._matcher.is_error():
-                raise self._refusal()
+        if not self.matcher.is_error():
+            return
+        self._start_anew()
+        self.matcher.unsafe_compute_mask_ptr(mask_V.ctypes.data, mask_V.nbytes)
+        if self.matcher.is_error():
+            raise self._refusal()
 
-    def _spend(self, seconds: float) -> None:
-        self._left_s -= seconds
+    def charge(self, seconds: float) -> None:
+        """Take in what a token took: its mask, and reading those before it.
+
+        Raises:
+          BadGrammarError: that is too much.
+        """
+        self._left_s = min(SAVED_S, self._left_s + TOKEN_S) - seconds
         if self._left_s < 0:
             raise BadGrammarError(
                 f"the grammar takes more than {TOKEN_S * 1e3:g} ms a token to follow; make it "
@@ -96,9 +98,9 @@ class Grammar:
         if not self._compiled.is_shared or self._compiled.compile_s > MAX_ANEW_S:
             raise self._refusal()
         self._compiled = self._compiler.compile_anew(self._source, field=self._field)
-        self._matcher = self._compiled.matcher.deep_copy()
-        if not self._matcher.consume_tokens(self._output):
+        self.matcher = self._compiled.matcher.deep_copy()
+        if not self.matcher.consume_tokens(self._output):
             raise self._refusal()
 
     def _refusal(self) -> BadGrammarError:
-        return BadGrammarError(explain(self._matcher.get_error()), field=self._field)
+        return BadGrammarError(explain(self.matcher.get_error()), field=self._field)

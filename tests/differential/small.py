@@ -24,6 +24,7 @@ from tests.engines import Output, Outputs, check_idle, gather, gather_choices
 from tests.fakes import build_byte_tokenizer
 from tests.model.reference_sampler import Row, reference_token
 from tests.oracle import oracle_logits
+from tests.text.masks import fill_mask
 
 NUM_ROWS = 4
 MAX_MODEL_TOKENS = 40
@@ -175,14 +176,13 @@ def oracle_constraints() -> Constraints:
         build_byte_tokenizer(),
         eos_ids={EOS_ID},
         vocab_size=MODEL.vocab_size,
-        padded_vocab_size=MODEL.padded_vocab_size,
     )
 
 
 def _masked(logits_V: np.ndarray, constraint: Constraint | None) -> np.ndarray:
     if constraint is None:
         return logits_V
-    bits = np.unpackbits(constraint.fill_mask().view(np.uint8), bitorder="little")
+    bits = np.unpackbits(fill_mask(constraint).view(np.uint8), bitorder="little")
     return np.where(bits[: len(logits_V)] == 1, logits_V, -np.inf)
 
 
@@ -227,7 +227,7 @@ def oracle_output(
         if output[-1] in ends and len(output) > sampling.min_tokens:
             break
         if constraint is not None:
-            constraint.advance(output[-1])
+            constraint.read(output)
     return output
 
 

@@ -4,10 +4,10 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
+import llguidance
 import pytest
 
 from jaxserve.engine import Engine
@@ -26,6 +26,7 @@ from tests.engines import (
     serve,
 )
 from tests.fakes import EOS_ID, VOCAB_SIZE, build_byte_tokenizer, expected_output
+from tests.text.masks import fill_mask
 
 PROMPT = (7, 8, 9)
 LETTERS = StructuredOutput(kind="regex", text="([ab]c){1,6}d?")
@@ -43,9 +44,7 @@ def structured(
 
 @functools.cache
 def constraints() -> Constraints:
-    return Constraints(
-        build_byte_tokenizer(), eos_ids={EOS_ID}, vocab_size=VOCAB_SIZE, padded_vocab_size=320
-    )
+    return Constraints(build_byte_tokenizer(), eos_ids={EOS_ID}, vocab_size=VOCAB_SIZE)
 
 
 def alone(
@@ -62,9 +61,8 @@ def alone(
     def mask_of(output: tuple[int, ...]) -> TokenMask:
         constraint = constraints().build(sampling, form)
         assert constraint is not None
-        for token_id in output:
-            constraint.advance(token_id)
-        return constraint.fill_mask()
+        constraint.read(output)
+        return fill_mask(constraint)
 
     output = expected_output(
         prompt, sampling, n, seed=3, stop_ids=(EOS_ID,), choice=choice, mask_of=mask_of
@@ -91,15 +89,28 @@ class Watched:
         if where == self.fails_in and len(self.seen) == self.fails_at:
             raise BadGrammarError("the grammar cannot be used: too complex; make it simpler")
 
-    def advance(self, token_id: int) -> None:
-        self.seen.append(token_id)
-        self._fail("advance")
-        self.inner.advance(token_id)
+    def read(self, output: Sequence[int]) -> None:
+        if new := output[len(self.seen) :]:
+            self.seen += new
+            self._fail("read")
+        self.inner.read(output)
 
-    def fill_mask(self) -> TokenMask:
+    @property
+    def matcher(self) -> llguidance.LLMatcher | None:
+        return self.inner.matcher
+
+    def fill(self, mask_V: TokenMask) -> None:
+        if (matcher := self.matcher) is not None:
+            matcher.unsafe_compute_mask_ptr(mask_V.ctypes.data, mask_V.nbytes)
+        self.finish(mask_V)
+
+    def finish(self, mask_V: TokenMask) -> None:
         self.num_masks += 1
         self._fail("mask")
-        return self.inner.fill_mask()
+        self.inner.finish(mask_V)
+
+    def charge(self, seconds: float) -> None:
+        self.inner.charge(seconds)
 
 
 def watch(
@@ -206,12 +217,12 @@ def test_a_preemption_neither_repeats_nor_skips_a_token(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("fails_in", ["advance", "mask"])
+@pytest.mark.parametrize("fails_in", ["read", "mask"])
 @pytest.mark.parametrize("fails_at", [0, 1, 3])
 def test_a_constraint_that_fails_ends_its_request_alone(
     fails_at: int, fails_in: str, overlap: bool
 ) -> None:
-    if fails_in == "advance" and not fails_at:
+    if fails_in == "read" and not fails_at:
         fails_at = 2
     engine, runner = build_engine(overlap=overlap, num_pages=40)
     watch(engine, fails_at=fails_at, fails_in=fails_in)
@@ -344,12 +355,13 @@ def test_what_is_no_form_is_refused_by_name(form: Any, field: str) -> None:  # n
     assert len(str(found.value)) < 250
 
 
-def test_the_words_of_a_mask_are_those_of_the_padded_vocabulary() -> None:
-    engine, runner = build_engine()
+def test_many_masked_choices_are_each_as_alone_and_masked_together() -> None:
+    engine, runner = build_engine(num_pages=80)
+    prompts = [(n, 5) for n in range(1, 7)]
     with serve(engine, runner):
-        last = watch(engine)
-        gather(engine.submit(structured()))
-    mask = last().inner.fill_mask()
-    assert mask.dtype == np.uint32
-    assert mask.shape == (320 // 32,)
+        streams = [engine.submit(structured(prompt=prompt)) for prompt in prompts]
+        outputs = [gather(stream) for stream in streams]
+    assert [output.token_ids for output in outputs] == [alone(prompt=p) for p in prompts]
+    assert all(not live.request.is_followed for live in engine._intake.live())
+    assert engine.metrics.value("batched_masks_total") >= 4
     check_idle(engine)

@@ -15,7 +15,7 @@ from jaxserve.engine.reader_account import ReaderAccount
 from jaxserve.engine.step_clock import StepClock
 from jaxserve.engine.trace_ring import RequestTrace
 from jaxserve.metrics import Metrics
-from jaxserve.plan import HOST_PHASES, Bucket, HostPhase, StepPlan, StepResult, TokenMask
+from jaxserve.plan import HOST_PHASES, Bucket, HostPhase, StepMasks, StepPlan, StepResult
 from jaxserve.request import GenerationRequest
 from tests.engine.test_stream import Letters
 from tests.engines import ONE_ROW, Clock, ask, build_engine
@@ -271,7 +271,7 @@ class Flight:
     def is_ready(self) -> bool:
         return self.has_ended
 
-    def launch_output(self, masks: Mapping[int, TokenMask]) -> None:
+    def launch_output(self, masks: StepMasks) -> None:
         raise AssertionError("nothing is masked here")
 
     def wait(self) -> None:

@@ -116,6 +116,7 @@ FAMILIES: Final[Mapping[str, tuple[Source, Samples | Sequence[float]]]] = {
     "recompiles": ("device", {"": 1}),
     "sampler_fallbacks": ("device", {"": 2}),
     "masked_tokens": ("device", {}),
+    "batched_masks": ("device", {}),
     "scored_tokens": ("device", {"": 2}),
     "useful_rows": ("script", {"": 21}),  # offered less the surplus
     "offered_rows": ("script", {"": 24}),

@@ -23,6 +23,7 @@ from jaxserve.plan import (
     PageOut,
     PromptScoring,
     RowLoad,
+    StepMasks,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -32,6 +33,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.runner.programs import Programs
 from jaxserve.runner.runner import Runner
 from jaxserve.runner.sizing import RunnerSizes, size_runner
+from tests.fakes import stack_masks
 
 MODEL = ModelConfig(
     architecture="llama",
@@ -203,13 +205,14 @@ class Driver:
             flight.launch_output(self.masks_of(*(sequence for sequence, _ in work)))
         return self.retire(flight, *(sequence for sequence, _ in work))
 
-    def masks_of(self, *sequences: Row) -> dict[int, TokenMask]:
+    def masks_of(self, *sequences: Row) -> StepMasks:
         """Returns the masks for the tokens that the sequences, and their forks, wait for."""
-        return {
+        masks = {
             row.id: row.mask(row.output[:-1])
             for row in _with_forks(sequences)
             if row.mask and row.output[-1:] == [None]
         }
+        return stack_masks(masks, MODEL.vocab_size)
 
     def retire(self, in_flight: InFlight, *sequences: Row) -> StepResult:
         result = in_flight.result()

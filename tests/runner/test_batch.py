@@ -10,7 +10,7 @@ import pytest
 from jax import numpy as jnp
 
 from jaxserve.model.batch import TokenBatch
-from jaxserve.plan import Bucket, Chunk, Decodes, Fork, PromptScoring, StepPlan
+from jaxserve.plan import Bucket, Chunk, Decodes, Fork, PromptScoring, StepMasks, StepPlan
 from jaxserve.runner import batch
 from jaxserve.runner.buckets import OutputBucket
 from jaxserve.scheduler.step_time import StepWork, measure_work
@@ -82,12 +82,13 @@ def test_decodes_by_column_are_laid_out_like_chunks() -> None:
         rows_N=np.array([5, 1], np.int32),
         starts_N=np.array([60, 41], np.int32),
         prompt_lens_N=np.array([45, 41], np.int32),
+        is_masked_N=np.array([True, False]),
     )
     others = (*PLAN.others[:2], dataclasses.replace(PLAN.others[2], scoring=scoring))
     plan = dataclasses.replace(PLAN, decodes=decodes, others=others)
     as_chunks = dataclasses.replace(PLAN, others=plan.chunks)
     assert plan.chunks[:2] == (
-        _chunk(5, 60, None, output_index=16),
+        _chunk(5, 60, None, output_index=16, is_masked=True),
         _chunk(1, 41, None, output_index=1, prompt_len=41),
     )
     bucket = Bucket(decode_seqs=5, verify_tokens=1, chunk_tokens=16)
@@ -98,7 +99,11 @@ def test_decodes_by_column_are_laid_out_like_chunks() -> None:
     ]
     for build in builds:
         np.testing.assert_array_equal(build(plan), build(as_chunks))
-    for name in ("num_chunks", "num_tokens", "num_rows", "longer", "scored", "masked", "chunks"):
+    assert plan.masked_ids == as_chunks.masked_ids == [5]
+    for each in (plan, as_chunks):
+        sampled = batch.find_sampled_rows(each, bucket, SPEC)
+        assert sampled.is_masked_S.tolist() == [True, *[False] * 3]
+    for name in ("num_chunks", "num_tokens", "num_rows", "longer", "scored", "masked_ids", "chunks"):
         assert getattr(plan, name) == getattr(as_chunks, name), name
     assert measure_work(plan) == measure_work(as_chunks) == StepWork(61, 61 + 42 + 10 + 1 + 13)
     assert batch.find_sampled_rows(plan, bucket, SPEC).sequence_ids == [5, 1, 7, 2]
@@ -112,7 +117,7 @@ def test_forks_are_sampled_from_the_hidden_state_of_their_chunk() -> None:
     plan = dataclasses.replace(PLAN, others=(PLAN.chunks[0], single, PLAN.chunks[2], longer))
     sampled = batch.find_sampled_rows(plan, BUCKET, SPEC)
     assert sampled.sequence_ids == [7, 2, 11, 0, 13]
-    assert sampled.is_masked == [False, True, True, False, False]
+    assert sampled.is_masked_S.tolist() == [False, True, True, False, False]
     last = 3 + 8 + 1
     assert _output_rows(plan, BUCKET, 6).tolist() == [
         [0, 1, 1, last, last, 0],
@@ -134,16 +139,19 @@ def test_masks_are_copied_into_their_rows_and_all_else_is_ones() -> None:
     )
     sampled = batch.find_sampled_rows(plan, BUCKET, SPEC)
     output = OutputBucket(rows=4, variant="full")
-    mask_W = np.arange(V // 32, dtype=np.uint32)
-    mask_RW = batch.build_masks(sampled, {0: mask_W}, output, SPEC)
+    mask_W = np.arange(1, 6, dtype=np.uint32)  # of 131 ids; the padding has a sixth word
+    masks = StepMasks(sequence_ids=[0], masks_NV=mask_W[None])
+    mask_RW = batch.build_masks(sampled, masks, output, SPEC)
     ones = np.full(V // 32, 0xFFFFFFFF, np.uint32)
-    np.testing.assert_array_equal(mask_RW, [ones, ones, mask_W, ones])
+    np.testing.assert_array_equal(mask_RW, [ones, ones, [1, 2, 3, 4, 5, 0], ones])
     assert not np.shares_memory(mask_RW, mask_W)
-    for wrong in (mask_W[1:], mask_W.astype(np.int32)):
-        with pytest.raises(AssertionError, match="a mask"):
-            batch.build_masks(sampled, {0: wrong}, output, SPEC)
+    for wrong in (mask_W[None, 1:], mask_W[None].astype(np.int32), np.stack([mask_W] * 2)):
+        with pytest.raises(AssertionError, match="masks "):
+            batch.build_masks(sampled, dataclasses.replace(masks, masks_NV=wrong), output, SPEC)
     with pytest.raises(AssertionError, match=r"masks of \{4\}, which the step does not mask"):
-        batch.build_masks(sampled, {4: mask_W}, output, SPEC)  # it samples nothing
+        batch.build_masks(  # it samples nothing
+            sampled, dataclasses.replace(masks, sequence_ids=[4]), output, SPEC
+        )
 
 
 def test_scored_tokens_are_looped_over_in_runs() -> None:

@@ -8,17 +8,15 @@ from jaxserve.model.params import Params
 from jaxserve.plan import TokenMask
 from jaxserve.request import SamplingParams
 from jaxserve.runner.runner import Runner
+from tests.fakes import build_mask, stack_masks
 from tests.runner.driver import GREEDY, MODEL, Driver, oracle_tokens, prompt_of
 from tests.runner.test_runner import Heard
 
-ONES = np.full(MODEL.padded_vocab_size // 32, 0xFFFFFFFF, np.uint32)
+ONES = np.full(-(-MODEL.vocab_size // 32), 0xFFFFFFFF, np.uint32)
 
 
 def mask_of(is_allowed_V: np.ndarray) -> TokenMask:
-    padded = np.zeros(MODEL.padded_vocab_size, bool)
-    padded[: MODEL.vocab_size] = is_allowed_V
-    mask_W: TokenMask = np.packbits(padded, bitorder="little").view("<u4").astype(np.uint32)
-    return mask_W
+    return build_mask(np.flatnonzero(is_allowed_V), MODEL.vocab_size)
 
 
 def every_third(output: list[int | None], *, salt: int = 0) -> np.ndarray:
@@ -69,7 +67,7 @@ def test_a_masked_row_without_a_mask_may_sample_anything(driver: Driver, params:
     row = driver.row(4, prompt_of(5))
     row.mask = lambda output: ONES
     flight = driver.launch((row, 5))
-    flight.launch_output({})
+    flight.launch_output(stack_masks({}, MODEL.vocab_size))
     driver.retire(flight, row)
     assert row.output == oracle_tokens(params, row.prompt, 1)
 
@@ -124,7 +122,7 @@ def test_a_mask_may_be_written_again_once_the_output_is_launched(
     row, mask = driver.row(0, prompt_of(6)), mask_of(every_third([]))
     row.mask = lambda output: mask
     flight = driver.launch((row, 6))
-    flight.launch_output({row.id: mask})
+    flight.launch_output(stack_masks({row.id: mask}, MODEL.vocab_size))
     mask[:] = 0
     driver.retire(flight, row)
     assert row.output == masked_oracle(params, row.prompt, 1)
@@ -139,14 +137,14 @@ def test_no_step_comes_between_a_forward_and_its_output(driver: Driver) -> None:
     with pytest.raises(AssertionError, match="masks come before its result"):
         flight.result()
     assert not flight.is_ready()
-    flight.launch_output({row.id: ONES})
+    flight.launch_output(stack_masks({row.id: ONES}, MODEL.vocab_size))
     with pytest.raises(AssertionError, match="launched once"):
-        flight.launch_output({row.id: ONES})
+        flight.launch_output(stack_masks({row.id: ONES}, MODEL.vocab_size))
     driver.retire(flight, row)
     assert flight.is_ready()
     free = driver.launch((driver.row(1, prompt_of(3)), 3))
     with pytest.raises(AssertionError, match="only under masks"):
-        free.launch_output({})
+        free.launch_output(stack_masks({}, MODEL.vocab_size))
     free.result()
 
 

@@ -45,6 +45,7 @@ from tests.fakes import (
     build_mask,
     expected_output,
     flavored,
+    stack_masks,
 )
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -398,7 +399,7 @@ class Loop:
                 while len(self._in_flight) > 1:
                     yield from self._retire()
                 masked, step = self._in_flight[-1]
-                step.launch_output(self._build_masks(masked))
+                step.launch_output(stack_masks(self._build_masks(masked), self.vocab_size))
             if self._must_retire():
                 yield from self._retire()
 
@@ -490,7 +491,7 @@ class Loop:
     def _may_follow(self, request: Request) -> bool:
         sampling = request.sampling
         wants_scores = sampling.logprobs is not None or sampling.prompt_logprobs is not None
-        is_plain = not (request.is_masked or wants_scores or request in self.stops_at)
+        is_plain = not (wants_scores or request in self.stops_at)
         return self.follows and is_plain and sampling.num_choices == 1
 
     def _stop_of(self, sequence: Sequence) -> int | None:

@@ -16,14 +16,12 @@ def build_constraints(
     *,
     eos_ids: Collection[int] | None = None,
     vocab_size: int | None = None,
-    padded_vocab_size: int = 320,
     max_bytes: int = 64 << 10,
 ) -> Constraints:
     return Constraints(
         tokenizer,
         eos_ids=tokenizer.eos_ids if eos_ids is None else eos_ids,
         vocab_size=tokenizer.vocab_size if vocab_size is None else vocab_size,
-        padded_vocab_size=padded_vocab_size,
         max_bytes=max_bytes,
     )
 
@@ -47,9 +45,20 @@ def ids_in(mask: TokenMask) -> set[int]:
     }
 
 
+def fill_mask(constraint: Constraint) -> TokenMask:
+    mask = np.full(len(constraint._allowed), 0x5A5A5A5A, np.uint32)
+    constraint.fill(mask)
+    return mask
+
+
+def advance(constraint: Constraint, token_id: int) -> None:
+    """Its output has one token more."""
+    constraint.read([*[-1] * constraint._num_tokens, token_id])
+
+
 def allowed(constraint: Constraint) -> set[int]:
     """The ids that may come next; not empty."""
-    ids = ids_in(constraint.fill_mask())
+    ids = ids_in(fill_mask(constraint))
     assert ids
     return ids
 
@@ -58,7 +67,7 @@ def read_ids(constraint: Constraint, token_ids: Iterable[int]) -> None:
     """Write tokens, each of which must be allowed."""
     for token_id in token_ids:
         assert token_id in allowed(constraint)
-        constraint.advance(token_id)
+        advance(constraint, token_id)
 
 
 def accepts(constraint: Constraint, text: str, tokenizer: Tokenizer) -> bool:
@@ -69,7 +78,7 @@ def accepts(constraint: Constraint, text: str, tokenizer: Tokenizer) -> bool:
         token_id = single[bytes([byte])]
         if token_id not in allowed(fork):
             return False
-        fork.advance(token_id)
+        advance(fork, token_id)
     return tokenizer.eos_ids <= allowed(fork)
 
 
@@ -90,5 +99,5 @@ def draw(
             return output
         token_id = rng.choice(sorted(ids - set(ends)))
         output.append(token_id)
-        constraint.advance(token_id)
+        advance(constraint, token_id)
     raise AssertionError(f"no end after {max_tokens} tokens")

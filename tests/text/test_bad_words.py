@@ -5,7 +5,7 @@ import pytest
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import SamplingParams
 from jaxserve.text.bad_words import BadWords, tokenize_bad_words
-from tests.text.masks import allowed, build_constraints, open_constraint
+from tests.text.masks import advance, allowed, build_constraints, open_constraint
 from tests.text.vocabularies import EOS, IM_END, byte_tokenizer, sentencepiece_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -63,20 +63,20 @@ def test_the_mask_follows_the_output() -> None:
         (a, set()),
         (b, {c, x}),
     ):
-        constraint.advance(token_id)
+        advance(constraint, token_id)
         assert allowed(constraint) == everything - {hello} - banned
 
 
 def test_a_fork_remembers_the_output() -> None:
     first = open_constraint(build_constraints(TOKENIZER), None, SamplingParams(bad_words=("abc",)))
     a, b, c = (ids(letter)[0] for letter in "abc")
-    first.advance(a)
+    advance(first, a)
     second = first.fork()
-    first.advance(b)
-    second.advance(a)
+    advance(first, b)
+    advance(second, a)
     assert c not in allowed(first)
     assert c in allowed(second)
-    second.advance(b)
+    advance(second, b)
     assert c not in allowed(second)
 
 
@@ -86,8 +86,8 @@ def test_a_long_output_costs_no_more() -> None:
     )
     a, b, c = (ids(letter)[0] for letter in "abc")
     for _ in range(500):
-        constraint.advance(a)
-    constraint.advance(b)
+        advance(constraint, a)
+    advance(constraint, b)
     assert c not in allowed(constraint)
     assert len(constraint._tail) == 3  # " abc" needs three
 
@@ -102,3 +102,12 @@ def test_what_ends_the_output_cannot_be_banned(word: str) -> None:
 def test_another_special_token_can_be_banned() -> None:
     words = tokenize_bad_words(["<|im_start|>"], TOKENIZER, eos_ids=[EOS, IM_END])
     assert (2,) in words
+
+
+def test_a_word_that_the_model_cannot_write_is_no_word() -> None:
+    """The tokenizer knows more ids than the model; a mask has no bits for them."""
+    smaller = build_constraints(byte_tokenizer(), vocab_size=100, eos_ids=[EOS])
+    words = SamplingParams(bad_words=("hello", "~"))
+    ids = allowed(open_constraint(smaller, None, words))
+    assert ids
+    assert max(ids) < 100

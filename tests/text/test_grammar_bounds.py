@@ -26,6 +26,7 @@ from jaxserve.text.grammar_compiler import GrammarCompiler
 from jaxserve.text.grammar_source import build_source
 from jaxserve.text.grammar_trial import Trial
 from jaxserve.text.grammar_vocabulary import build_vocabulary
+from jaxserve.text.mask_batch import MaskBatch
 from tests.text.masks import allowed, build_constraints, open_constraint, read_ids
 from tests.text.vocabularies import byte_tokenizer
 
@@ -397,9 +398,13 @@ def test_a_grammar_whose_masks_take_ever_longer_ends_the_request(
     monkeypatch.setattr(grammar, "SAVED_S", 0.01)
     monkeypatch.setattr(grammar, "TOKEN_S", 0.0005)
     constraint = open_constraint(constraints, lark('start: start start start | "a" | ""'))
-    output = TOKENIZER.encode("a") * 2000
-    with pytest.raises(BadGrammarError, match=r"more than 0\.5 ms a token to follow"):
-        read_ids(constraint, output)
+    batch, output = MaskBatch(constraints.num_words), TOKENIZER.encode("a") * 2000
+    for length in range(len(output)):
+        _, errors = batch.fill([(constraint, output[:length])])
+        if errors:
+            break
+    assert isinstance(errors[0], BadGrammarError)
+    assert "more than 0.5 ms a token to follow" in str(errors[0])
 
 
 @pytest.mark.parametrize(
@@ -423,13 +428,14 @@ def test_time_not_taken_is_saved_up_to_a_bound(
     clock = iter([reading for seconds in taken_s for reading in (100.0, 100.0 + seconds)])
     constraint = open_constraint(constraints, regex("a*"))
     monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    batch = MaskBatch(constraints.num_words)
     for _ in taken_s[:-1]:
-        constraint.fill_mask()
+        assert not batch.fill([(constraint, [])])[1]
+    _, errors = batch.fill([(constraint, [])])
+    assert bool(errors) == is_ended
     if is_ended:
-        with pytest.raises(BadGrammarError, match="more than 5 ms a token"):
-            constraint.fill_mask()
-    else:
-        constraint.fill_mask()
+        assert isinstance(errors[0], BadGrammarError)
+        assert "more than 5 ms a token" in str(errors[0])
 
 
 def test_the_trial_does_not_hear_of_a_terminals_interrupt() -> None:

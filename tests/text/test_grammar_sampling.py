@@ -27,7 +27,7 @@ def constraints() -> Constraints:
 
 @pytest.fixture(scope="module")
 def pieces() -> Constraints:
-    return build_constraints(SENTENCEPIECE, padded_vocab_size=512)
+    return build_constraints(SENTENCEPIECE)
 
 
 def write(constraints: Constraints, form: StructuredOutput, seed: int) -> str:

@@ -13,7 +13,7 @@ from jaxserve.text.constraints import Constraints
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tool_grammar import Thought, build_tool_form
 from tests.text.chat_output.reading import Part, join
-from tests.text.masks import build_constraints, draw, open_constraint
+from tests.text.masks import advance, build_constraints, draw, fill_mask, open_constraint
 from tests.text.templates import chat_tokenizer
 
 PROPERTIES: Final[Mapping[str, object]] = {
@@ -142,7 +142,7 @@ def test_a_thought_before_a_demanded_call_is_reasoning(
     calls = write(constraints["text"], TOKENIZERS["text"], form, 0)
     text = f"{'' if is_open else opening}so it is{closing}\n\n{calls}"
     for token_id in TOKENIZERS["text"].encode(text):
-        constraint.advance(token_id)
+        advance(constraint, token_id)
     tail = opening if is_open else ""
     first, *rest = read(text, form, reasoning="think", tail=tail)
     assert first == ("reasoning", "so it is")
@@ -165,8 +165,8 @@ def test_a_model_that_need_not_think_may_call_at_once(
     )
     calls = write(constraints["text"], TOKENIZERS["text"], form, 0).strip()
     for token_id in TOKENIZERS["text"].encode(calls):
-        constraint.advance(token_id)
-    assert EOS in {n for n in range(2) if int(constraint.fill_mask()[0]) >> n & 1}
+        advance(constraint, token_id)
+    assert EOS in {n for n in range(2) if int(fill_mask(constraint)[0]) >> n & 1}
 
 
 def test_a_text_without_quotes_is_any_text_up_to_its_end(
@@ -179,5 +179,5 @@ def test_a_text_without_quotes_is_any_text_up_to_its_end(
         "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
     )
     for token_id in TOKENIZERS["text"].encode(text):
-        constraint.advance(token_id)
+        advance(constraint, token_id)
     assert read(text, "qwen_coder") == [("call", "weather", '{"city": "\\"K\\n</p>", "days": 3}')]
