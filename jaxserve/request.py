@@ -257,8 +257,7 @@ class Request:
       max_tokens: 0 where only the prompt is scored.
       is_masked: its tokens are drawn under a mask (a grammar, bad words, allowed ids).
       is_followed: of its tokens but the first and the last there may be no `Update`: who wants
-        them reads its only sequence's `output`. It has no mask, and no log-probabilities are asked
-        for.
+        them reads its only sequence's `output`. No log-probabilities are asked for.
       tenant: as in `GenerationRequest`.
       num_scored: leading prompt tokens after which the next one was scored, and that is committed.
       cache_identity: what its K/V may be shared under; None neither reads nor fills the cache.

@@ -103,7 +103,8 @@ def test_decodes_by_column_are_laid_out_like_chunks() -> None:
     for each in (plan, as_chunks):
         sampled = batch.find_sampled_rows(each, bucket, SPEC)
         assert sampled.is_masked_S.tolist() == [True, *[False] * 3]
-    for name in ("num_chunks", "num_tokens", "num_rows", "longer", "scored", "masked_ids", "chunks"):
+    names = ("num_chunks", "num_tokens", "num_rows", "longer", "scored", "masked_ids", "chunks")
+    for name in names:
         assert getattr(plan, name) == getattr(as_chunks, name), name
     assert measure_work(plan) == measure_work(as_chunks) == StepWork(61, 61 + 42 + 10 + 1 + 13)
     assert batch.find_sampled_rows(plan, bucket, SPEC).sequence_ids == [5, 1, 7, 2]
