@@ -14,6 +14,7 @@ from jaxserve.plan import TokenLogprobs
 from jaxserve.request import SamplingParams
 from jaxserve.runner.buckets import Reach
 from jaxserve.runner.runner import Runner
+from tests.fakes import build_mask
 from tests.runner.driver import CONFIG, MODEL, Driver, Row, oracle_logits, prompt_of
 
 # Logits of a few units, in float32 after two layers, against float64.
@@ -98,8 +99,7 @@ def test_forks_have_their_own(driver: Driver, params: Params) -> None:
 
 def test_a_mask_changes_no_log_probability(driver: Driver, params: Params) -> None:
     row = driver.row(2, prompt_of(7))
-    mask_W = np.zeros(MODEL.padded_vocab_size // 32, np.uint32)
-    mask_W[3] = 1 << 9  # id 105
+    mask_W = build_mask([105], MODEL.vocab_size)
     row.num_top, row.mask = 4, lambda output: mask_W
     driver.generate(row, num_tokens=3)
     assert row.output == [105] * 3

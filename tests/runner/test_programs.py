@@ -28,6 +28,7 @@ from jaxserve.runner.programs import Programs, compiler_options, program_keys
 from jaxserve.runner.results import num_logprob_columns
 from jaxserve.runner.runner import Runner
 from jaxserve.runner.sizing import RunnerSizes, size_runner
+from tests.fakes import build_mask
 from tests.runner.driver import CONFIG, MODEL, Driver, oracle_tokens, prompt_of, tiny_sizes
 
 # A value of each configuration field that programs depend on, other than CONFIG's.
@@ -411,7 +412,7 @@ def test_a_compile_in_a_masked_output_is_counted_by_its_steps_bucket(
     monkeypatch.setattr(runner, "_run_output", compile_too)
     driver = Driver(runner)
     row = driver.row(0, prompt_of(5))
-    row.mask = lambda output: np.full(MODEL.padded_vocab_size // 32, 0xFFFFFFFF, np.uint32)
+    row.mask = lambda output: build_mask(range(MODEL.vocab_size), MODEL.vocab_size)
     driver.step((row, 5))
     assert metrics.value("recompiles_total", bucket="2x1+8") >= 1
     assert metrics.value("recompiles_total", bucket="") == 0
