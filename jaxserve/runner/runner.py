@@ -264,14 +264,14 @@ class Runner:
         mask_RW = build_masks(sampled, masks, output, self._spec)
         laps.lap("build")
         with jax.transfer_guard("disallow"), self._programs.running(bucket):
-            result_RI = self._run_output(output, rows_4R, mask_RW=jax.device_put(mask_RW))
+            result_RI = self._run_output(output, rows_4R, mask_RW=mask_RW)
         self._awaiting_masks = None
         self._metrics.masked_tokens.inc(len(masks.sequence_ids))
         self._check_no_recompile()
         return result_RI
 
     def _run_output(
-        self, output: OutputBucket, rows_4R: np.ndarray, *, mask_RW: jax.Array | None
+        self, output: OutputBucket, rows_4R: np.ndarray, *, mask_RW: jax.Array | np.ndarray | None
     ) -> jax.Array:
         held, run = self._state, self._run["output", output]
         arguments = (self._head, self._hidden_TD, held.last_token_B, held.sampling, rows_4R)
