@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Final
 
 from jaxserve.config import Config
 from jaxserve.engine import limits
 from jaxserve.engine.intake import EngineState, Intake
 from jaxserve.engine.live_request import build_live_request
 from jaxserve.engine.loop import EngineLoop, find_depth
+from jaxserve.engine.machine import count_cores
 from jaxserve.engine.namespaces import Namespaces
 from jaxserve.engine.quotas import Quotas
 from jaxserve.engine.reader_account import ReaderAccount
@@ -38,6 +40,8 @@ from jaxserve.text.mask_batch import MaskBatch
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+MAX_MASK_THREADS: Final = 8
 
 
 class Engine:
@@ -115,7 +119,10 @@ class Engine:
             scheduler=self._scheduler,
             intake=self._intake,
             quotas=self.quotas,
-            masks=MaskBatch(self._constraints.num_words),
+            masks=MaskBatch(
+                self._constraints.num_words,
+                num_threads=max(1, min((count_cores() or 1) // 2, MAX_MASK_THREADS)),
+            ),
             config=config,
             metrics=metrics,
             clock=clock,

@@ -16,7 +16,7 @@ def read_machine() -> dict[str, object]:
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": read_cpu_model(),
-        "cores": _usable_cores(),
+        "cores": count_cores(),
         "memory_bytes": machine_bytes(),
         "usable_memory_bytes": read_host_memory_bytes(),
         "nvidia_gpus": read_gpus(),
@@ -68,7 +68,8 @@ def read_gpus(folder: Path = NVIDIA_GPUS) -> list[str]:
     return names
 
 
-def _usable_cores() -> int | None:
+def count_cores() -> int | None:
+    """Returns the processors that this process may use; None where that is not known."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count()

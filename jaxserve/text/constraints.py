@@ -71,7 +71,8 @@ class Constraints:
         end_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)}
         eos_ids = frozenset() if sampling.ignore_eos else self._eos_ids
         words = tokenize_bad_words(sampling.bad_words, self._tokenizer, eos_ids=eos_ids)
-        words = frozenset(word for word in words if max(word) < self._vocab_size)  # all others
+        # no other can come, and a mask has no bits for it
+        words = frozenset(word for word in words if max(word) < self._vocab_size)
         return Constraint(
             allowed=self._read_allowed(sampling, eos_ids=eos_ids, end_ids=end_ids),
             eos=self._mask(eos_ids),

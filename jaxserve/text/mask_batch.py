@@ -1,6 +1,5 @@
 """The masks of a step, those of grammars all in one call."""
 
-import os
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -13,7 +12,6 @@ from jaxserve.text.constraints import Constraint
 from jaxserve.text.grammar import SAVED_S, TOKEN_S
 
 MIN_TOGETHER: Final = 4  # with fewer a call less is worth less than knowing what each one took
-MAX_THREADS: Final = 8
 MIN_APART, MAX_APART = 16, 1024  # steps
 
 
@@ -30,11 +28,13 @@ class MaskBatch:
       num_together: grammars whose masks the last call filled together.
     """
 
-    def __init__(self, num_words: int) -> None:
+    def __init__(self, num_words: int, *, num_threads: int = 1) -> None:
         """Args:
         num_words: of a mask.
+        num_threads: to fill masks with.
         """
         self._masks_NV = np.zeros((0, num_words), np.uint32)
+        self._num_threads = num_threads
         self._executor: llguidance.LLExecutor | None = None
         self._left_s = SAVED_S
         self._num_apart = 0  # steps to come
@@ -113,8 +113,7 @@ class MaskBatch:
         what that took 4 MiB for, the masks took less than 128 KiB.
         """
         if self._executor is None:
-            num_threads = (os.cpu_count() or 1) // 2
-            self._executor = llguidance.LLExecutor(max(1, min(num_threads, MAX_THREADS)))
+            self._executor = llguidance.LLExecutor(self._num_threads)
         return self._executor
 
     def _charge(self, seconds: float) -> None:

@@ -65,15 +65,18 @@ def test_a_mask_has_a_bit_for_each_id_in_words_of_32() -> None:
 
 
 def test_a_mask_covers_the_vocabulary_and_allows_nothing_behind_it() -> None:
-    larger = build_constraints(TOKENIZER, vocab_size=TOKENIZER.vocab_size + 39)
-    for form, sampling in (
-        (ANY_TEXT, SamplingParams()),
-        (None, SamplingParams(bad_words=("hello",))),
-        (None, SamplingParams(allowed_token_ids=(9,))),
-    ):
-        mask = fill_mask(open_constraint(larger, form, sampling))
-        assert mask.shape == (-(-(TOKENIZER.vocab_size + 39) // 32),)
-        assert max(ids_in(mask)) < TOKENIZER.vocab_size + 39
+    for vocab_size in (TOKENIZER.vocab_size, TOKENIZER.vocab_size + 39):
+        assert vocab_size % 32, "there should be bits behind the last id"
+        constraints = build_constraints(TOKENIZER, vocab_size=vocab_size)
+        for form, sampling in (
+            (ANY_TEXT, SamplingParams()),
+            (None, SamplingParams(bad_words=("hello",))),
+            (None, SamplingParams(allowed_token_ids=(9,))),
+        ):
+            mask = fill_mask(open_constraint(constraints, form, sampling))
+            assert mask.dtype == np.uint32
+            assert mask.shape == (-(-vocab_size // 32),)
+            assert max(ids_in(mask)) < vocab_size
 
 
 def test_the_output_is_held_to_the_grammar_and_ends_with_any_eos(constraints: Constraints) -> None:
