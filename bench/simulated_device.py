@@ -68,14 +68,15 @@ class SimulatedDevice:
 
 def _allowed(token_R: np.ndarray, mask_RW: np.ndarray) -> np.ndarray:
     """Returns each row's token where its mask has it, else the next above it that it has."""
-    places_R = np.arange(len(token_R))
-    has_R = mask_RW[places_R, token_R // 32] >> (token_R % 32).astype(np.uint32) & 1
-    for r in np.flatnonzero(has_R == 0):  # a few; the simulation shall take little time
-        begin = token_R[r] // 32 + 1
-        words = np.r_[mask_RW[r, begin:], mask_RW[r, :begin]]
-        place = int((words != 0).argmax())
-        word = int(words[place])
-        token_R[r] = 32 * ((begin + place) % len(words)) + (word & -word).bit_length() - 1
+    rows_R = np.arange(len(token_R))
+    has_R = mask_RW[rows_R, token_R // 32] >> (token_R % 32).astype(np.uint32) & 1
+    (rows_N,) = np.nonzero(has_R == 0)
+    if len(rows_N):  # a few; the simulation shall take little time
+        has_NW = mask_RW[rows_N] != 0
+        above_NW = has_NW & (np.arange(mask_RW.shape[1]) > token_R[rows_N, None] // 32)
+        words_N = np.where(above_NW.any(1), above_NW.argmax(1), has_NW.argmax(1))
+        bits_N = mask_RW[rows_N, words_N]
+        token_R[rows_N] = 32 * words_N + np.log2(bits_N & -bits_N).astype(np.int32)
     return token_R
 
 

@@ -171,14 +171,13 @@ class Constraint:
         Raises:
           BadGrammarError: the grammar costs too much to follow; the request cannot go on.
         """
-        for token_id in output[self._num_tokens :]:
-            self._num_tokens += 1
-            if self._bad_words is not None:
-                self._tail.append(token_id)
-                if len(self._tail) > self._bad_words.num_needed:
-                    del self._tail[0]
-            if self._grammar is not None and not self._grammar.is_ended:
-                self._grammar.read(token_id)
+        token_ids = output[self._num_tokens :]
+        self._num_tokens += len(token_ids)
+        if self._bad_words is not None:
+            self._tail += token_ids
+            del self._tail[: max(0, len(self._tail) - self._bad_words.num_needed)]
+        if self._grammar is not None:
+            self._grammar.read(token_ids)
 
     @property
     def matcher(self) -> llguidance.LLMatcher | None:

@@ -1,7 +1,7 @@
 """One output's place in its grammar: what may come next."""
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from jaxserve.errors import BadGrammarError
@@ -51,19 +51,21 @@ class Grammar:
         fork._output = list(self._output)
         return fork
 
-    def read(self, token_id: int) -> None:
-        """Read a token of the output.
+    def read(self, token_ids: Iterable[int]) -> None:
+        """Read more of the output; what comes behind an EOS is none of it.
 
         Raises:
-          BadGrammarError: the token does not fit, or the grammar is too complex.
+          BadGrammarError: a token does not fit, or the grammar is too complex.
           QueueFullError: as `GrammarCompiler.compile_anew`; so does `mend`.
         """
-        if token_id in self._eos_ids:
-            self.is_ended = True
-            return
-        self._output.append(token_id)
-        if not self.matcher.consume_token(token_id):
-            self._start_anew()
+        for token_id in token_ids:
+            if token_id in self._eos_ids:
+                self.is_ended = True
+            if self.is_ended:
+                return
+            self._output.append(token_id)
+            if not self.matcher.consume_token(token_id):
+                self._start_anew()
 
     def mend(self, mask_V: TokenMask) -> None:
         """Write once more what the matcher was to write, where it met an error with it: which

@@ -33,7 +33,7 @@ class MaskBatch:
         num_words: of a mask.
         num_threads: to fill masks with.
         """
-        self._masks_NV = np.zeros((0, num_words), np.uint32)
+        self._num_words = num_words
         self._num_threads = num_threads
         self._executor: llguidance.LLExecutor | None = None
         self._left_s = SAVED_S
@@ -44,16 +44,13 @@ class MaskBatch:
     def fill(
         self, asked: Sequence[tuple[Constraint, Sequence[int]]]
     ) -> tuple[np.ndarray, dict[int, RequestError]]:
-        """Returns a mask of each, good until the next call, and what is wrong with those that have
-        none, by place.
+        """Returns a mask of each, and what is wrong with those that have none, by place.
 
         Args:
           asked: constraints, each with all of its output.
         """
         num_asked, self.num_together = len(asked), 0
-        if num_asked > len(self._masks_NV):
-            self._masks_NV = np.zeros((2 * num_asked, self._masks_NV.shape[1]), np.uint32)
-        masks_NV = self._masks_NV[:num_asked]
+        masks_NV = np.empty((num_asked, self._num_words), np.uint32)
         if num_asked < MIN_TOGETHER:
             return masks_NV, self._fill_apart(asked, masks_NV)
         if self._num_apart:
