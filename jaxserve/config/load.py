@@ -14,7 +14,9 @@ from typing import Any, Final, Literal
 
 import pydantic
 
-from jaxserve.config.sections import Config, Section, TenantLimits
+from jaxserve.config.config import Config
+from jaxserve.config.section import Section
+from jaxserve.config.tenants import TenantLimits
 from jaxserve.errors import ConfigError
 
 ENV_PREFIX: Final = "JAXSERVE_"
