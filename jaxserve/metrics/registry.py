@@ -13,16 +13,23 @@ request, on the engine's monotonic clock:
 Every label has a bounded set of values: an enumeration, or the shapes compiled at start-up.
 """
 
-import bisect
 from collections.abc import Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from jaxserve import errors
+from jaxserve.metrics.labels import (
+    AUTH_FAILURES,
+    HOST_TIER_DROPS,
+    SPAN_DROPS,
+    error_label,
+    finish_labels,
+    refusal_labels,
+)
+from jaxserve.metrics.many_histogram import ManyHistogram
 from jaxserve.metrics.tenants import TenantLabels
 from jaxserve.plan import HOST_PHASES
-from jaxserve.request import FinishReason
 
 PREFIX: Final = "jaxserve_"
 LATENCY_BUCKETS_S: Final = (
@@ -40,39 +47,7 @@ _SUFFIXES: Final = {
     "histogram": ("_bucket", "_count", "_sum"),
     "info": ("_info",),
 }
-# Errors that only end a request after it was accepted; all others refuse it.
-_LATE_ERRORS: Final = (
-    errors.SlowReaderError, errors.DeadlineUnreachableError, errors.DeadlineError,
-    errors.NumericsError,
-)  # fmt: skip
-# And of those the ones that end it too: a grammar can turn out to be too complex on the way.
-_GRAMMAR_ERRORS: Final = (errors.BadGrammarError, errors.QueueFullError)
-AUTH_FAILURES: Final = ("missing", "unknown", "expired")
-HOST_TIER_DROPS: Final = ("budget", "damaged")
-SPAN_DROPS: Final = ("queue_full", "export_failed", "shutdown")
-_STATE_LABELS: Final = ("not_serving", "engine_dead")
 _Family = Counter | Gauge | Histogram | Info
-
-
-class ManyHistogram(Histogram):
-    """One that takes what is the same many times at once."""
-
-    def observe_many(self, amount: float, count: int) -> None:
-        """Does what `count` calls of `observe` do."""
-        self._sum.inc(count * amount)
-        self._buckets[bisect.bisect_left(self._upper_bounds, amount)].inc(count)
-
-    def observe_all(self, amounts: Sequence[float]) -> float:
-        """Does what a call of `observe` with each does; returns their sum."""
-        counts: dict[int, int] = {}
-        for amount in amounts:
-            place = bisect.bisect_left(self._upper_bounds, amount)
-            counts[place] = counts.get(place, 0) + 1
-        total = sum(amounts)
-        self._sum.inc(total)
-        for place, count in counts.items():
-            self._buckets[place].inc(count)
-        return total
 
 
 class Metrics:
@@ -477,33 +452,3 @@ class Metrics:
     def total(self, name: str) -> float:
         """Returns a sample summed over its labels, such as ``total("steps_total")``."""
         return self.value(name)
-
-
-def error_label(error: errors.JaxserveError) -> str:
-    """Returns the metrics' word for an error: `queue_full`, `not_serving`, …"""
-    match error:
-        case errors.RequestError():
-            return error.reason.lower()
-        case errors.EngineDeadError():
-            return "engine_dead"
-        case errors.NotServingError():
-            return "not_serving"
-        case _:
-            return "other"
-
-
-def refusal_labels() -> tuple[str, ...]:
-    """Returns the reasons for which a request is not accepted."""
-    kinds = [errors.RequestError]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    early = [kind.reason.lower() for kind in kinds[1:] if kind not in _LATE_ERRORS]
-    return (*early, *_STATE_LABELS)
-
-
-def finish_labels() -> tuple[str, ...]:
-    """Returns the reasons with which an accepted request ends."""
-    late = [kind.reason.lower() for kind in (*_LATE_ERRORS, *_GRAMMAR_ERRORS)]
-    faults = [f"error_{label}" for label in (*late, *_STATE_LABELS)]
-    reasons = [reason.value for reason in FinishReason if reason is not FinishReason.TOOL_CALLS]
-    return (*reasons, *faults)

@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.metrics import Metrics, MetricsView, finish_labels, refusal_labels
-from jaxserve.metrics.registry import AUTH_FAILURES, HOST_TIER_DROPS, SPAN_DROPS
+from jaxserve.metrics.labels import AUTH_FAILURES, HOST_TIER_DROPS, SPAN_DROPS
 from jaxserve.metrics.view import TWINS
 from tests.metrics.script import run_script
 
