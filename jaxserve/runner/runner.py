@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -44,7 +44,7 @@ from jaxserve.runner.device import find_device
 from jaxserve.runner.host_store import HostStore
 from jaxserve.runner.in_flight import LaunchedStep
 from jaxserve.runner.kernel_choice import choose_kernels
-from jaxserve.runner.lowering import ProgramKey, head_params
+from jaxserve.runner.lowering import head_params
 from jaxserve.runner.memory import (
     choose_dtypes,
     naming_lack_of_memory,
@@ -111,25 +111,18 @@ class Runner:
         self._metrics = metrics
         self._forbid_recompile = config.runner.forbid_recompile
         self._programs = programs or Programs(metrics)
-
-        def compile_keys(keys: tuple[ProgramKey, ...]) -> None:
-            self._programs.compile_all(
-                keys,
-                num_threads=config.runner.compile_threads,
-                cache_dir=cache_dir,
-                progress=progress,
-            )
-
+        compile_keys = functools.partial(
+            self._programs.compile_all,
+            num_threads=config.runner.compile_threads,
+            cache_dir=cache_dir,
+            progress=progress,
+        )
         sizes = size_runner(
             model_config,
             config,
             dtypes=(dtype, kv_dtype),
             kernels=choose_kernels(
-                model_config,
-                config,
-                dtypes=(dtype, kv_dtype),
-                device=device,
-                cache_dir=cache_dir,
+                model_config, config, dtypes=(dtype, kv_dtype), device=device, cache_dir=cache_dir
             ),
             programs=self._programs,
             compile_keys=compile_keys,
@@ -146,17 +139,7 @@ class Runner:
             loading = pool.submit(self._load, params, dtype)
             compile_keys(keys)
             self._run = {(key.kind, key.bucket): self._programs[key] for key in keys}
-            with naming_lack_of_memory():
-                # while weights are still read: to clear the pool takes as long as some of them
-                self._kv, self._state, self._hidden_TD = self._run["init", None]()
-                self._params = place_params(loading.result())
-        self._head = head_params(self._params)
-        with naming_lack_of_memory():
-            self._no_mask = {
-                output: jax.device_put(build_no_masks(output, self._spec))
-                for output in self._scheme.outputs
-                if output.variant == "full"
-            }
+            self._fill_device(loading)
         self._row_variants = RowVariants(self._spec.max_seqs)
         self._awaiting_masks: int | None = None  # the step whose output is not launched yet
         self._swaps = self._build_swaps(sizes.num_host_pages) if has_host_tier else None
@@ -171,6 +154,19 @@ class Runner:
             "runner ready dtype=%s kv_dtype=%s programs=%d command_buffers=%s batch_invariant=%s",
             dtype, kv_dtype, len(keys), self._spec.command_buffers, self._spec.batch_invariant,
         )  # fmt: skip
+
+    def _fill_device(self, loading: Future[Params]) -> None:
+        """Puts there all that stays, while weights may still be read: to clear the pool takes as
+        long as some of them."""
+        with naming_lack_of_memory():
+            self._kv, self._state, self._hidden_TD = self._run["init", None]()
+            self._params = place_params(loading.result())
+            self._head = head_params(self._params)
+            self._no_mask = {
+                output: jax.device_put(build_no_masks(output, self._spec))
+                for output in self._scheme.outputs
+                if output.variant == "full"
+            }
 
     def _load(self, params: Params | LoadParams, dtype: DtypeName) -> Params:
         """Returns a tree of our own, as the programs read it."""
