@@ -24,15 +24,23 @@ from jaxserve.engine import (
 )
 from jaxserve.engine.live_request import MIN_FOLLOWED_BYTES
 from jaxserve.errors import DeadlineError, QueueFullError, RequestError, SlowReaderError
-from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
+from jaxserve.plan import TokenMask
+from jaxserve.request import FinishReason, GenerationRequest, SamplingParams, StructuredOutput
+from jaxserve.text.constraints import Constraints
 from tests.engines import ask, build_engine, gather, serve
-from tests.fakes import build_mask, expected_output
+from tests.fakes import EOS_ID, VOCAB_SIZE, build_byte_tokenizer, expected_output
+from tests.text.masks import fill_mask
 
 NUM_THREADS = 6
 NUM_REQUESTS = 70  # of each thread
 GREEDY = SamplingParams(temperature=0.0)
 SEED = 11
 ALLOWED = tuple(range(40, 120))
+FORMS = (
+    StructuredOutput(kind="regex", text="[a-z]{12,}"),
+    StructuredOutput(kind="regex", text="([ab]c){1,6}d?"),
+    StructuredOutput(kind="json_object"),
+)
 
 
 class Ticks:
@@ -47,10 +55,11 @@ class Ticks:
 
 def any_request(rng: random.Random, engine: Engine) -> GenerationRequest:
     prompt = tuple(rng.randrange(256) for _ in range(rng.randint(1, 24)))
+    form = rng.choice([None, None, *FORMS])
     request = ask(
         prompt,
         max_tokens=rng.randint(1, 16),
-        ignore_eos=True,
+        ignore_eos=form is None,
         temperature=0.9,
         seed=SEED,
         stop_strings=rng.choice([(), (), ("zz", "q")]),
@@ -62,23 +71,36 @@ def any_request(rng: random.Random, engine: Engine) -> GenerationRequest:
     soon_s = engine.now() + rng.random()
     return dataclasses.replace(
         request,
+        structured_output=form,
         deadline_s=soon_s if rng.random() < 0.2 else None,
         priority=rng.choice([0, 0, 0, 1]),
         tenant=rng.choice(["", "a"]),
     )
 
 
+@functools.cache
+def constraints() -> Constraints:
+    return Constraints(build_byte_tokenizer(), eos_ids={EOS_ID}, vocab_size=VOCAB_SIZE)
+
+
 def what_it_gets(request: GenerationRequest, choice: int, num_tokens: int) -> list[int]:
     """Returns the first tokens of a choice of the request alone."""
     assert isinstance(request.prompt, tuple)
-    mask = None if request.sampling.allowed_token_ids is None else build_mask(ALLOWED)
+    is_masked = constraints().build(request.sampling, request.structured_output) is not None
+
+    def mask_of(output: tuple[int, ...]) -> TokenMask:
+        constraint = constraints().build(request.sampling, request.structured_output)
+        assert constraint is not None
+        constraint.read(output)
+        return fill_mask(constraint)
+
     return expected_output(
         request.prompt,
         SamplingParams(temperature=0.9),
         num_tokens,
         seed=SEED,
         choice=choice,
-        mask_of=None if mask is None else lambda _: mask,
+        mask_of=mask_of if is_masked else None,
     )
 
 
@@ -205,12 +227,13 @@ def test_every_request_ends_once_whatever_its_callers_do(overlap: bool, buffer_b
         canary = gather(engine.submit(ask((1, 2, 3), ignore_eos=True)))
     assert tally.faults == []
     assert tally.ends.total() == NUM_THREADS * NUM_REQUESTS
-    wanted = {"cancelled", "max_tokens", "DeadlineError"}
+    wanted = {"cancelled", "max_tokens", "eos", "DeadlineError"}
     if buffer_bytes < MIN_FOLLOWED_BYTES:
         wanted.add("SlowReaderError")
     assert set(tally.ends) >= wanted, tally.ends
     assert canary.token_ids == expected_output((1, 2, 3), GREEDY, 8)
     assert engine.state is EngineState.STOPPED
+    assert engine.metrics.value("batched_masks_total") > 0
     submitted = engine.metrics.value("requests_submitted_total")
     assert submitted == NUM_THREADS * NUM_REQUESTS + 1
     check_metrics(engine, tally)
