@@ -98,11 +98,13 @@ def test_where_more_text_is_possible_both_it_and_eos_are_allowed(constraints: Co
 
 @pytest.mark.parametrize("end", sorted(ENDS))
 def test_after_eos_nothing_but_eos_comes(constraints: Constraints, end: int) -> None:
-    constraint = open_constraint(constraints, ANY_TEXT)
-    read_ids(constraint, [one("a"), end])
-    assert allowed(constraint) == ENDS
-    advance(constraint, one("a"))  # a surplus token of a step launched before
-    assert allowed(constraint) == ENDS
+    only_a = StructuredOutput(kind="choice", choices=("a",))
+    for form in (ANY_TEXT, only_a):
+        constraint = open_constraint(constraints, form)
+        read_ids(constraint, [one("a"), end])
+        assert allowed(constraint) == ENDS
+        advance(constraint, one("a"))  # a surplus token of a step launched before
+        assert allowed(constraint) == ENDS
 
 
 def test_special_tokens_never_are_text(constraints: Constraints) -> None:
