@@ -17,6 +17,7 @@ from jaxserve.request import FinishReason, GenerationRequest, SamplingParams, St
 from jaxserve.text.constraints import Constraint, Constraints
 from jaxserve.text.mask_batch import MIN_TOGETHER
 from tests.engines import (
+    LIMITS,
     Output,
     Outputs,
     ask,
@@ -115,16 +116,23 @@ class Watched:
 
 
 def watch(
-    engine: Engine, *, fails_at: int | None = None, fails_in: str = ""
+    engine: Engine,
+    only: StructuredOutput | None = None,
+    *,
+    fails_at: int | None = None,
+    fails_in: str = "",
 ) -> Callable[[], Watched]:
-    """Has the engine use watched constraints; returns what returns the last one built."""
+    """Has the engine use watched constraints, of one form or of all; returns what returns the last
+    one built."""
     build = engine._constraints.build
     built: list[Watched] = []
 
-    def watched(sampling: SamplingParams, form: StructuredOutput | None) -> Watched | None:
+    def watched(
+        sampling: SamplingParams, form: StructuredOutput | None
+    ) -> Watched | Constraint | None:
         inner = build(sampling, form)
-        if inner is None:
-            return None
+        if inner is None or only not in (None, form):
+            return inner
         built.append(Watched(inner, fails_at=fails_at, fails_in=fails_in))
         return built[-1]
 
@@ -225,17 +233,25 @@ def test_a_constraint_that_fails_ends_its_request_alone(
 ) -> None:
     if fails_in == "read" and not fails_at:
         fails_at = 2
-    engine, runner = build_engine(overlap=overlap, num_pages=40)
-    watch(engine, fails_at=fails_at, fails_in=fails_in)
     mate = ask((4,), temperature=0.9, seed=3, ignore_eos=True)
     form = StructuredOutput(kind="regex", text="[ab]{12}")
+    other = StructuredOutput(kind="regex", text="[x-z]{9}")
+    limits = dataclasses.replace(LIMITS, max_rows=8, max_seqs=8, max_chunk_tokens=24, max_chunks=4)
+    engine, runner = build_engine(overlap=overlap, num_pages=60, step_limits=limits)
+    watch(engine, form, fails_at=fails_at, fails_in=fails_in)
+    runner.gate.clear()
     with serve(engine, runner):
-        streams = [engine.submit(mate), engine.submit(structured(form, num_choices=2))]
-        assert gather(streams[0]).token_ids == expected_output(
+        first, failing, *others = [
+            engine.submit(asked)
+            for asked in (mate, structured(form, num_choices=2), structured(), structured(other))
+        ]
+        runner.gate.set()  # so that masks are filled together
+        assert gather(first).token_ids == expected_output(
             (4,), SamplingParams(temperature=0.9), 8, seed=3
         )
         with pytest.raises(BadGrammarError, match="too complex"):
-            list(streams[1])
+            list(failing)
+        assert [gather(stream).token_ids for stream in others] == [alone(), alone(other)]
         assert len(gather(engine.submit(mate)).token_ids) == 8
     assert engine.metrics.value("requests_finished_total", reason="error_bad_grammar") == 1
 
