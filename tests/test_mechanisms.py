@@ -292,15 +292,25 @@ def test_quantized_tokens_count_on_the_device(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("switch", "num_outside", "is_counted"),
-    [("auto", 0, True), ("auto", 1, False), ("off", 0, False)],
+    ("switch", "no_graph", "is_counted"),
+    [
+        ("auto", "none", True),
+        ("auto", "jit_forward_step", False),
+        ("auto", "output_step", False),
+        ("off", "none", False),
+    ],
 )
 def test_command_buffers_count_where_a_gpus_programs_are_graphs_and_not_while_off(
-    switch: str, num_outside: int, is_counted: bool, monkeypatch: pytest.MonkeyPatch
+    switch: str, no_graph: str, is_counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A step counts where its forward and its output are a graph each."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    told = Capture(num_graphs=1, num_operations=50, num_outside=num_outside)
-    monkeypatch.setattr(programs, "read_capture", lambda text: told)
+
+    def read(text: str) -> Capture:
+        is_outside = no_graph in text.partition(",")[0]
+        return Capture(num_graphs=1, num_operations=50, num_outside=int(is_outside))
+
+    monkeypatch.setattr(programs, "read_capture", read)
     metrics = run_on_device(capture=False, command_buffers=switch, attention="xla", matmul="xla")
     assert metrics.total("steps_total") > 0
     counted = metrics.total("steps_total") if is_counted else 0

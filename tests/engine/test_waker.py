@@ -111,6 +111,46 @@ def test_who_gets_more_while_it_waits_keeps_its_place() -> None:
     assert given(holders) == list(range(MAX_TURNS))
 
 
+def test_who_gets_more_while_it_waits_waits_no_longer() -> None:
+    waker = begin()
+    step_s = 0.4 * MAX_HOLD_S
+    holders = join(waker, 5 * MAX_TURNS, now_s=step_s)
+    waker.flush_turns(step_s)
+    waker.join(holders[-1], 2 * step_s)
+    waker.flush_turns(2 * step_s)
+    waker.join(holders[-1], 3 * step_s)
+    waker.flush_turns(3 * step_s)
+    assert holders[-1].is_given
+
+
+class Follower:
+    """Always has another turn."""
+
+    def __init__(self, waker: Waker) -> None:
+        self.num_turns = 0
+        self._waker = waker
+        self.now_s = 0.0
+
+    def hand_over(self) -> None:
+        self.num_turns += 1
+        self._waker.rejoin(self, self.now_s)
+
+
+def test_those_that_are_always_in_turn_have_their_turns_in_order() -> None:
+    waker = begin()
+    followers = [Follower(waker) for _ in range(3 * MAX_TURNS)]
+    for follower in followers:
+        waker.join(follower, STEP_S)
+    for step in range(1, 13):
+        for follower in followers:
+            follower.now_s = step * STEP_S
+        waker.flush_turns(step * STEP_S)
+        assert sum(follower.num_turns for follower in followers) == step * MAX_TURNS
+        turns = {follower.num_turns for follower in followers}
+        assert max(turns) - min(turns) <= 1
+    assert turns == {4}
+
+
 @pytest.mark.parametrize("step_s", [STEP_S, 10.0])
 def test_as_many_as_have_a_turn_in_a_step_are_never_left(step_s: float) -> None:
     waker = Waker()

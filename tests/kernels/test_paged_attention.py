@@ -84,13 +84,14 @@ def test_a_window_hides_the_older_keys(impl: Impl, kv_dtype: str | None, window:
         assert largest_error(step, out_TNH, window=window + 1) > 1e-3
 
 
+@pytest.mark.parametrize("window", [BLOCK_TOKENS + 6, BLOCK_TOKENS - 11], ids=["over", "at"])
 @on_every_pool
 def test_a_window_over_a_block_edge_is_whole_where_all_rows_are_long(
-    impl: Impl, kv_dtype: str | None
+    impl: Impl, kv_dtype: str | None, window: int
 ) -> None:
-    # No row needs the first blocks, so they may be skipped, but not the one the window begins in.
+    # No row needs the first blocks, so they may be skipped, but not the one the window begins in:
+    # of the second window the first key is the last one of a block.
     layout = Layout(num_single_rows=3, num_tiles=5, tile=16, num_pages=30, width=13)
-    window = BLOCK_TOKENS + 6
     step = build_step(
         [Case(1, 200), Case(16, 3 * BLOCK_TOKENS + 3)], layout, page=16, kv_dtype=kv_dtype
     )

@@ -209,6 +209,16 @@ def test_allowed_ids_and_a_grammar_hold_together(constraints: Constraints) -> No
     assert allowed(constraint) == {one("l"), one("p")}
 
 
+def test_bad_words_and_a_grammar_hold_together(constraints: Constraints) -> None:
+    """A word of one token, which is banned from the start, and a longer one."""
+    bad = SamplingParams(bad_words=("hello", "hep"))
+    constraint = open_constraint(constraints, REGEX, bad)
+    spelled = {TOKENIZER.token_bytes(id) for id in allowed(constraint)}
+    assert spelled == {b"h", b"he", b"hell"}
+    read_ids(constraint, [one("h"), one("e")])
+    assert one("l") in allowed(constraint)
+
+
 def test_eos_is_left_where_nothing_else_is(constraints: Constraints) -> None:
     nothing = SamplingParams(allowed_token_ids=(one("x"),))
     assert allowed(open_constraint(constraints, REGEX, nothing)) == ENDS

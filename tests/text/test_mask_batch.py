@@ -109,6 +109,11 @@ def test_where_all_take_too_long_each_is_charged_apart_for_some_steps(
         assert batch.num_together == 0
     assert not batch.fill(entries)[1]
     assert batch.num_together == MIN_TOGETHER
+    slow, together = entries[1][0], []  # what is saved up is whole again
+    for _ in range(5):
+        batch.fill(entries)
+        together.append(batch.num_together)
+    assert together == [MIN_TOGETHER] * 4 + [0]
 
 
 def test_the_steps_apart_are_twice_as_many_each_time_up_to_a_bound(
