@@ -156,6 +156,12 @@ def test_numbers_that_are_none_end_their_request_alone(
             assert play.read(guest).token_ids == oracle_output(mate)
         counted = small_runner._metrics.value("requests_finished_total", reason="error_numerics")
         assert counted == failures + 1
+        sick_params = small_runner._params, small_runner._head
+        small_runner._params, small_runner._head = healthy
+        again = play.submit(ask(prompt))  # nothing of it is in the prefix cache
+        play.run()
+        assert play.read(again).token_ids == oracle_output(ask(prompt))
+        small_runner._params, small_runner._head = sick_params
     small_runner._params, small_runner._head = healthy
     check_canaries(small_runner, prompt_of(6), prompt_of(6, salt=1))
 

@@ -178,6 +178,26 @@ def test_chunks_mates_and_preemption_change_nothing(
             assert outputs.token_ids == [oracle_output(asked)]
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("prompt_len", [3, 4, 5, 8, 9, 17])
+def test_the_prompts_are_the_same_where_the_prefix_cache_has_it(
+    small_runner: Runner, prompt_len: int, overlap: bool
+) -> None:
+    """In one engine: cold, twice again, and behind one that did not ask for them."""
+    scored = ask(prompt_of(prompt_len), prompt_logprobs=5, logprobs=2, max_tokens=3)
+    plain = ask(prompt_of(prompt_len), max_tokens=3)
+    play = Play(small_runner, overlap=overlap)
+    cached = []
+    for asked in (scored, scored, plain, scored):
+        guest = play.submit(asked)
+        play.run()
+        outputs = play.read_choices(guest)
+        check_all(outputs, asked)
+        assert outputs.token_ids == [oracle_output(asked)]
+        cached.append(guest.request.num_cached)
+    assert cached == [0, 0, prompt_len - 1, 0]
+
+
 def test_more_alternatives_than_the_server_gives_are_refused(small_runner: Runner) -> None:
     play = Play(small_runner)
     for field in ("logprobs", "prompt_logprobs"):

@@ -182,12 +182,19 @@ def test_what_no_token_owns_is_left_as_it_was() -> None:
     assert not is_same[is_owned_CR].any()
 
 
-@pytest.mark.parametrize(("page", "row"), [(-1, 0), (10**9, 0), (2**31 - 1, 3), (0, -1), (0, 16)])
+NUM_PAGES = 3  # of what `_case` makes of three tokens; the first page past the end is padding's
+
+
+@pytest.mark.parametrize(
+    ("page", "row"),
+    [(-1, 0), (NUM_PAGES, 0), (NUM_PAGES, 15), (10**9, 0), (2**31 - 1, 3), (0, -1), (0, 16)],
+)
 def test_a_place_outside_of_the_pool_takes_nothing(page: int, row: int) -> None:
     case = _case(3, heads=(2, 2, 32), num_pairs=16, page_size=16, dtype="float32")
     case["pages_T"] = jnp.full(3, page, jnp.int32)
     case["rows_T"] = jnp.full(3, row, jnp.int32)
     before = np.asarray(case["kv_C2KRH"]).copy()
+    assert len(before) == NUM_PAGES
     _, kv_C2KRH = _native(**case)
     np.testing.assert_array_equal(np.asarray(kv_C2KRH), before)
 

@@ -146,6 +146,11 @@ def test_masks_are_copied_into_their_rows_and_all_else_is_ones() -> None:
     ones = np.full(V // 32, 0xFFFFFFFF, np.uint32)
     np.testing.assert_array_equal(mask_RW, [ones, ones, [1, 2, 3, 4, 5, 0], ones])
     assert not np.shares_memory(mask_RW, mask_W)
+    both = StepMasks(sequence_ids=[0, 7], masks_NV=np.stack([mask_W, mask_W + 9]))
+    mask_RW = batch.build_masks(sampled, both, output, SPEC)  # by id, in whatever order they come
+    np.testing.assert_array_equal(
+        mask_RW, [[10, 11, 12, 13, 14, 0], ones, [1, 2, 3, 4, 5, 0], ones]
+    )
     for wrong in (mask_W[None, 1:], mask_W[None].astype(np.int32), np.stack([mask_W] * 2)):
         with pytest.raises(AssertionError, match="masks "):
             batch.build_masks(sampled, dataclasses.replace(masks, masks_NV=wrong), output, SPEC)
@@ -173,6 +178,22 @@ def test_scored_tokens_are_looped_over_in_runs() -> None:
     assert places_2W[1, :70].tolist() == [*range(10, 50), *range(1, 31)]
     assert (places_2W[:, 70:] == 0).all()
     assert list(batch.build_score_rows(PLAN, BUCKET, SPEC)) == []
+
+
+@pytest.mark.parametrize("num", [1, 63, 64, 65, 127, 128, 129])
+def test_no_scored_token_is_lost_at_the_edge_of_a_run(num: int) -> None:
+    """Of chunks of at most 39: the widest one leaves one to the next run, or none."""
+    bucket = Bucket(decode_seqs=3, verify_tokens=1, chunk_tokens=160)
+    sizes = [min(39, num - first) for first in range(0, num, 39)]
+    chunks = []
+    for row, size in enumerate(sizes):
+        scoring = PromptScoring(first=0, targets=(row + 1,) * size, num_top=0)
+        chunks.append(_chunk(row, 0, (0,) * (size + 1), scoring=scoring))
+    runs = list(batch.build_score_rows(StepPlan(step_id=1, others=tuple(chunks)), bucket, SPEC))
+    assert len(runs) == -(-num // batch.SCORE_WIDTH)
+    tokens = np.concatenate(runs, axis=1)[1]
+    assert tokens[:num].tolist() == [row + 1 for row, size in enumerate(sizes) for _ in range(size)]
+    assert (tokens[num:] == 0).all()
 
 
 @pytest.mark.parametrize(("first", "num"), [(7, 1), (8, 4), (11, 1)])

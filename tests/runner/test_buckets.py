@@ -1,5 +1,6 @@
 """The bucket scheme: which shapes are compiled, and which one a step gets."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -86,6 +87,18 @@ def test_a_step_falls_back_where_its_sizes_were_not_compiled_together(
     found = find_plan_bucket(plan, scheme)
     assert found == _bucket(*bucket)
     assert scheme.is_fallback(found, plan) is is_fallback
+
+
+@pytest.mark.parametrize(
+    ("lens", "is_fallback"), [((1, 1, 1, 64), True), ((1, 1, 1, 65), False), ((1, 1, 64), False)]
+)
+def test_a_step_of_a_listed_chunk_size_falls_back_to_a_larger_one(
+    lens: tuple[int, ...], is_fallback: bool
+) -> None:
+    """Three rows beside exactly 64 tokens: 64 were compiled, but only beside two."""
+    forwards = (_bucket(2, 0), _bucket(2, 64), _bucket(8, 128))
+    scheme, plan = dataclasses.replace(_scheme(), forwards=forwards), _plan(*lens)
+    assert scheme.is_fallback(find_plan_bucket(plan, scheme), plan) is is_fallback
 
 
 def test_batch_invariance_leaves_one_shape_whatever_the_lists_are() -> None:

@@ -148,6 +148,12 @@ def test_a_row_keeps_nothing_of_its_last_owner(driver: Driver, params: Params) -
     quiet, mate = driver.row(0, prompt_of(4)), driver.row(1, prompt_of(4), sampling=loud)
     driver.generate(quiet, mate, num_tokens=5)
     assert quiet.output == oracle_tokens(params, quiet.prompt, 5)
+    # and with penalties of its own, the leftover counts
+    penalized = SamplingParams(temperature=0.0, frequency_penalty=2.0)
+    driver.generate(driver.row(0, prompt_of(20), sampling=penalized), num_tokens=8)
+    after, fresh = (driver.row(n, prompt_of(4, salt=1), sampling=penalized) for n in (0, 8))
+    driver.generate(after, fresh, num_tokens=8)
+    assert after.output == fresh.output
 
 
 def test_penalties_count_prompt_and_output(driver: Driver, params: Params) -> None:
