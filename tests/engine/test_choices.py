@@ -206,6 +206,11 @@ def test_a_reader_that_is_too_slow_for_all_choices_together_is_ended() -> None:
         engine._intake.wait_until_empty(60)
         with pytest.raises(SlowReaderError, match="more than 80 bytes"):
             list(stream)
+    # all that was drawn is output or surplus: of the step that was too much, and of those behind it
+    chunks = [chunk for plan in runner.plans for chunk in plan.chunks if chunk.samples]
+    num_drawn = sum(1 + len(chunk.forks) for chunk in chunks)
+    assert engine.metrics.value("output_tokens_total") == 10
+    assert engine.metrics.value("surplus_tokens_total") == num_drawn - 10
 
 
 def test_more_choices_than_rows_are_refused() -> None:

@@ -177,6 +177,26 @@ def test_stops_before_min_tokens_do_not_count(min_tokens: int, text: str) -> Non
     assert output.text == text
 
 
+@pytest.mark.parametrize("stop_strings", [(), ("absent",)])
+@pytest.mark.parametrize(
+    ("min_tokens", "text"), [(1, "hello"), (5, "hello"), (6, "hello world"), (10, "hello world")]
+)
+def test_a_stop_id_counts_from_min_tokens_on(
+    min_tokens: int, text: str, stop_strings: tuple[str, ...]
+) -> None:
+    """The space is the sixth token: five come before it. With stop strings the text is made here,
+    without them by the reader."""
+    output = answer(
+        say({PROMPT: HELLO}),
+        stop_token_ids=(ord(" "),),
+        stop_strings=stop_strings,
+        min_tokens=min_tokens,
+    )
+    assert output.text == text
+    wanted = FinishReason.STOP if text == "hello" else FinishReason.EOS
+    assert output.finished.reason is wanted
+
+
 def test_text_held_back_for_a_stop_that_does_not_come_is_released_in_place() -> None:
     output = answer(say({PROMPT: HELLO}), stop_strings=("lox", "world!"), max_tokens=12)
     assert (output.text, output.finished.reason) == ("hello world", FinishReason.EOS)

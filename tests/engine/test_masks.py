@@ -10,7 +10,7 @@ from typing import Any
 import llguidance
 import pytest
 
-from jaxserve.engine import Engine
+from jaxserve.engine import Delta, Engine, Event
 from jaxserve.errors import BadGrammarError, InvalidRequestError, UnsupportedError
 from jaxserve.plan import StepPlan, TokenMask
 from jaxserve.request import FinishReason, GenerationRequest, SamplingParams, StructuredOutput
@@ -254,6 +254,25 @@ def test_a_constraint_that_fails_ends_its_request_alone(
         assert [gather(stream).token_ids for stream in others] == [alone(), alone(other)]
         assert len(gather(engine.submit(mate)).token_ids) == 8
     assert engine.metrics.value("requests_finished_total", reason="error_bad_grammar") == 1
+
+
+@pytest.mark.parametrize("fails_in", ["read", "mask"])
+def test_constraints_that_fail_in_the_same_step_end_each_their_request(fails_in: str) -> None:
+    form = StructuredOutput(kind="regex", text="[ab]{12}")
+    limits = dataclasses.replace(LIMITS, max_rows=8, max_seqs=8, max_chunk_tokens=24, max_chunks=4)
+    engine, runner = build_engine(num_pages=60, step_limits=limits)
+    watch(engine, form, fails_at=2, fails_in=fails_in)
+    runner.gate.clear()
+    with serve(engine, runner):
+        *failing, other = [engine.submit(structured(f)) for f in (form, form, form, LETTERS)]
+        runner.gate.set()  # so that they run side by side
+        for stream in failing:
+            seen: list[Event] = []
+            with pytest.raises(BadGrammarError, match="too complex"):
+                seen.extend(stream)
+            assert sum(len(event.token_ids) for event in seen if isinstance(event, Delta)) == 2
+        assert gather(other).token_ids == alone()
+    assert engine.metrics.value("requests_finished_total", reason="error_bad_grammar") == 3
 
 
 def test_a_step_that_was_launched_for_a_choice_that_has_ended_masks_nothing_of_it() -> None:
