@@ -132,11 +132,12 @@ def test_an_empty_plan_cannot_be_launched(runner: Runner) -> None:
         runner.launch(StepPlan(step_id=0))
 
 
-def test_nine_rows_are_loaded_in_one_step(driver: Driver, params: Params) -> None:
-    rows = [driver.row(8 - n, prompt_of(1, salt=n)) for n in range(9)]  # two runs of eight
+def test_nine_rows_are_loaded_in_one_step(driver: Driver) -> None:
+    """In two runs of eight. What a row must sample is in its load alone."""
+    biases = [SamplingParams(temperature=0.0, logit_bias={20 + n: 100.0}) for n in range(9)]
+    rows = [driver.row(8 - n, prompt_of(1), sampling=bias) for n, bias in enumerate(biases)]
     driver.step(*((row, 1) for row in rows))
-    for row in rows:
-        assert row.output == oracle_tokens(params, row.prompt, 1)
+    assert [row.output for row in rows] == [[20 + n] for n in range(9)]
 
 
 def test_a_row_keeps_nothing_of_its_last_owner(driver: Driver, params: Params) -> None:
